@@ -26,7 +26,7 @@ from mtpserve.engine.depth.policy import DepthPolicy
 from mtpserve.engine.depth.step_shapes import StepShapes
 from mtpserve.engine.depth.watchdog import Watchdog
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.steps import Outcome, Planned
+from mtpserve.engine.steps import RequestOutput, ScheduledStep
 from mtpserve.spec.sizes import draft_sizes
 
 PARTS = (0, 1, 0)  # the engines
@@ -43,14 +43,14 @@ class Recorded(DepthPolicy):
     def begin(self, depth: int) -> None:
         self.forced, self.taken, self.accepted, self.left_out = depth, [], [], SETTLED
 
-    def stepped(self, planned: Planned, passes: int, seconds: float) -> None:
-        _, prompts = StepShapes(self.sizes).planned(planned.plan, planned.seqs)
+    def stepped(self, planned: ScheduledStep, passes: int, seconds: float) -> None:
+        _, prompts = StepShapes(self.sizes).planned(planned.plan, planned.reqs)
         if self.left_out > 0:
             self.left_out -= 1
         elif prompts == 0 and passes == self.forced:
             self.taken.append(round(1e6 * seconds))
 
-    def learn(self, outcomes: Seq[Outcome]) -> None:
+    def learn(self, outcomes: Seq[RequestOutput]) -> None:
         if self.left_out == 0:
             self.accepted += [len(each.proposal.path) for each in outcomes if len(each.proposal.tokens) == self.forced == DEPTH]
 
@@ -88,7 +88,7 @@ def main() -> None:
         model = large(Path(name)) if args.model == "large" else ModelConfig().directory
         for path in (model, untrained(model, Path(name))):
             engines.append(engine_of(path, spec, args.requests))
-            engines[-1]._watch = Watchdog()  # its own requests would be among the steps, and suspend drafting
+            engines[-1]._watchdog = Watchdog()  # its own requests would be among the steps, and suspend drafting
             engines[-1].policy = Recorded(draft_sizes(spec, SchedulerConfig().step_tokens), DEPTH)
         parts = [recorded(engines[number], args.requests, args.turns, args.turn_seconds) for number in PARTS]
     for part in parts:

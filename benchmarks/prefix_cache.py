@@ -40,8 +40,8 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import root
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.request import Request
+from mtpserve.core.request_state import RequestState
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Sequence
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.runtime.paging import WORKERS
@@ -180,17 +180,17 @@ def planning(directory: Path) -> dict[str, Any]:
 
 def planned(length: int) -> tuple[Callable[[], float], Callable[[], float]]:
     """Seconds of planning and booking a step that decodes a request of so many tokens, and one that admits a short request beside it."""
-    device = SimulatedDevice(DraftSizes(steps=3, proposed=3, written=3), (0.8, 0.7, 0.6))
+    device = SimulatedDevice(DraftSizes(steps=3, num_proposed=3, written=3), (0.8, 0.7, 0.6))
     scheduler = device.limited(Scheduler)(PageGroups([None], [6000], 16, 512), max_running=8, token_budget=512, eos_ids=())
     numbers = count(1)
 
-    def add(prompt: list[int], output: int) -> Sequence:
+    def add(prompt: list[int], output: int) -> RequestState:
         start = root(b"", "")
-        seq = Sequence(str(next(numbers)), prompt, len(prompt), SamplingParams(), len(prompt) + output, seed=0, root=start)
-        device.prepare(seq, 0)
-        device.answers[seq.id] = [1] * output
-        scheduler.add(seq)
-        return seq
+        req = RequestState(str(next(numbers)), prompt, len(prompt), SamplingParams(), len(prompt) + output, seed=0, hash_root=start)
+        device.prepare(req, 0)
+        device.answers[req.id] = [1] * output
+        scheduler.add(req)
+        return req
 
     def step() -> float:
         began = time.perf_counter()
@@ -207,7 +207,7 @@ def planned(length: int) -> tuple[Callable[[], float], Callable[[], float]]:
         return time.perf_counter() - began + step()
 
     whole = add(list(range(length)), 6000)
-    while whole.computed < length:
+    while whole.num_computed_tokens < length:
         step()
     return step, admit
 

@@ -96,7 +96,7 @@ def time_models(step: Any, times: list[float], clock: Callable[[], float]) -> No
     """The calls of the trunk and of the draft model, a step's one after the other."""
     model, drafter = getattr(step, "model", None), getattr(step, "drafter", None)
     passes = getattr(getattr(drafter, "base", drafter), "passes", None)
-    for owner, names in ((model, ("trunk", "logits")), (getattr(passes, "model", None), ("absorb", "step", "logits"))):
+    for owner, names in ((model, ("trunk", "logits")), (getattr(passes, "model", None), ("extend", "step", "logits"))):
         for name in names:
             timed(owner, name, times, clock)
 

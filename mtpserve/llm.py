@@ -82,7 +82,7 @@ class OfflineRequest:
             pieces.append(delta.text)
             if stopped := delta.stopped:
                 break
-        accepted = min(event.accepted, len(pieces))
+        accepted = min(event.num_accepted_tokens, len(pieces))
         own = "".join(pieces[accepted:])
         if event.finish is not None and not stopped:
             own += self.detokenizer.finish()
@@ -97,7 +97,7 @@ class OfflineRequest:
             error=event.error,
             logprobs=None if event.logprobs is None else event.logprobs[: len(pieces)],
             prompt_logprobs=event.prompt_logprobs,
-            cached_tokens=event.cached,
+            cached_tokens=event.num_cached_tokens,
         )
 
     def completion(self) -> Completion:
@@ -143,10 +143,8 @@ class LLM:
         self.config = fetched(engine_config({"model": model, **options}))
         self.tokenizer = tokenizer_of(self.config.model)
         # Not at the top: it imports torch, and the tokenizer's errors are raised before that.
-        build, as_chosen = (
-            import_module("mtpserve.engine.startup.build").build_engine,
-            import_module("mtpserve.engine.startup.drafter").as_chosen,
-        )
+        build = import_module("mtpserve.engine.startup.build").build_engine
+        as_chosen = import_module("mtpserve.engine.startup.drafter").as_chosen
         self.engine: Engine = build(self.config, progress=sys.stderr.isatty())
         self.config = replace(self.config, spec=as_chosen(self.config.spec, self.engine.card))
         self._ids = itertools.count()

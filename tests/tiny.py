@@ -36,7 +36,7 @@ from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.models import deepseek, gqa, nemotron_h, qwen3_next
 from mtpserve.quant.unquantized import Unquantized
-from mtpserve.runtime.graphs.graphs import Recorder, StepGraphs
+from mtpserve.runtime.graphs.graphs import GraphCapturer, StepGraphs
 
 CPU, VOCAB, CONTEXT = torch.device("cpu"), 37, 160
 BACKENDS = WeakKeyDictionary[DecoderModel, str]()  # the attention that goes with a tiny model's kernels
@@ -167,7 +167,7 @@ def tiny_engine(
     adaptive: bool = False,
     processed_logprobs: bool = False,
     backend: str | None = None,
-    recorder: Recorder | None = None,
+    recorder: GraphCapturer | None = None,
     device: torch.device = CPU,
     **options: Any,
 ) -> Engine:
@@ -222,6 +222,6 @@ def prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
 def replace_passes(model: DecoderModel, passes: Any) -> Any:
     """Let all passes of the model's MTP layer go through `passes`. → the layer's own."""
     head: Any = model.mtp_head
-    own = head.absorb
-    head.absorb = head.step = passes
+    own = head.extend
+    head.extend = head.step = passes
     return own

@@ -45,14 +45,14 @@ class StepTimes:
 
 
 class TimedGraphs:
-    """mtpserve.runtime.graphs.graphs.Recorder: what it gives out is timed by the device's events."""
+    """mtpserve.runtime.graphs.graphs.GraphCapturer: what it gives out is timed by the device's events."""
 
     def __init__(self, device_config: DeviceConfig, alarm: Alarm, step: Callable[[], StepTimes]) -> None:
         self.inner, self.step, self.on_gpu = recorder_of(device_config.device, alarm), step, device_config.device.type == "cuda"
         self.kind = "decode"
 
-    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
-        output, again = self.inner.record(body)
+    def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+        output, again = self.inner.capture(body)
 
         def wrapper() -> None:
             if not self.on_gpu:

@@ -72,12 +72,12 @@ def fake() -> Iterator[None]:
 
 
 class CountingRecorder:
-    """runtime.graphs.graphs.Recorder that captures nothing: it writes down the launches of the body's second run, without memory."""
+    """runtime.graphs.graphs.GraphCapturer that captures nothing: it writes down the launches of the body's second run, without memory."""
 
     def __init__(self) -> None:
         self.recorder: LaunchRecorder | None = None
 
-    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+    def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         assert self.recorder is not None
         with recording(LaunchRecorder(self.recorder.traffic), execute=False):
             body()  # constants are made then
@@ -97,7 +97,7 @@ def launches_of(device_config: DeviceConfig, cell: Cell, observer: Observer | No
             key = key_of(engine, cell)
             rows = key.rows or key.requests * key.width
             counting.recorder = LaunchRecorder(traffic_of(engine, model, cell, rows), observer)
-            if runner_of(engine)[1].record(key) is None:
+            if runner_of(engine)[1].capture(key) is None:
                 raise RuntimeError(f"{cell}: its step cannot be recorded")
             return counting.recorder.launches
     finally:

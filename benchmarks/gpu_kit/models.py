@@ -25,10 +25,10 @@ from mtpserve.layers.kernels import KERNELS
 from mtpserve.layers.rope import Rope
 from mtpserve.models.registry import family_of
 from mtpserve.quant.unquantized import Unquantized
-from mtpserve.runtime.graphs.graphs import GraphOutput, Key, Recorded, Recorder, StepGraphs
+from mtpserve.runtime.graphs.graphs import CapturedGraph, GraphCapturer, GraphKey, GraphOutput, StepGraphs
 from mtpserve.runtime.graphs.prompt_rows import PROMPTS, Prompts
 from mtpserve.runtime.runner import Runner
-from mtpserve.runtime.sampling.sampling import Asked
+from mtpserve.runtime.sampling.sampling import SamplingFeatures
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.dummy import fill
 from mtpserve.weights.finish import Finisher
@@ -135,7 +135,7 @@ def pages_of(cell: Cell, room: int = ROOM) -> int:
     return -(-(cell.context + max(room, cell.prompt // cell.requests + room)) // PAGE)
 
 
-def engine_of(model: DecoderModel, cell: Cell, device: torch.device, recorder: Recorder, room: int = ROOM) -> Engine:
+def engine_of(model: DecoderModel, cell: Cell, device: torch.device, recorder: GraphCapturer, room: int = ROOM) -> Engine:
     """Nothing is captured yet."""
     requests, pages = cell.requests, pages_of(cell, room)
     sizes = EngineSizes(
@@ -169,11 +169,11 @@ def prompts_of(cell: Cell) -> Prompts:
     return Prompts([(cell.prompt - padding) // cell.requests] * cell.requests, [])
 
 
-def sampling_of(engine: Engine) -> Asked:
-    return Asked(all_greedy=True, any_greedy=True, all_coupled=runner_of(engine)[0].drafter.coupled)
+def sampling_of(engine: Engine) -> SamplingFeatures:
+    return SamplingFeatures(all_greedy=True, any_greedy=True, all_coupled=runner_of(engine)[0].drafter.coupled)
 
 
-def key_of(engine: Engine, cell: Cell) -> Key:
+def key_of(engine: Engine, cell: Cell) -> GraphKey:
     """Of the greedy step."""
     graphs, sampling = runner_of(engine)[1], sampling_of(engine)
     if not cell.prompt:
@@ -183,7 +183,7 @@ def key_of(engine: Engine, cell: Cell) -> Key:
     return key
 
 
-def replay(engine: Engine, cell: Cell) -> tuple[Recorded, GraphOutput]:
+def replay(engine: Engine, cell: Cell) -> tuple[CapturedGraph, GraphOutput]:
     """One step of the requests that `seat` has put there; captured if it was not yet. Raises RuntimeError where that fails."""
     graphs, requests, prompts = runner_of(engine)[1], cell.requests, prompts_of(cell) if cell.prompt else None
     output = graphs.replay(
@@ -198,14 +198,14 @@ def replay(engine: Engine, cell: Cell) -> tuple[Recorded, GraphOutput]:
 def seat(engine: Engine, cell: Cell) -> None:
     """Puts requests with `context` tokens into all seats, or prompts, with random tokens, keys and values."""
     runner, _ = runner_of(engine)
-    seats, requests, pages = runner.seats, cell.requests, pages_of(cell)
-    seats.tokens.random_(1, runner.step.model.arch.vocab)
+    req_tensors, requests, pages = runner.seats, cell.requests, pages_of(cell)
+    req_tensors.tokens.random_(1, runner.step.model.arch.vocab)
     length = prompts_of(cell).lengths[0] if cell.prompt else cell.context + 1
     computed, prompt = (0, length) if cell.prompt else (cell.context, min(8, cell.context))
     for row, value in enumerate((length, computed, prompt, pages * PAGE, cell.drafts)):
-        seats.counts[row, :requests] = value
-    seats.done[:requests] = False
-    seats.page_tables[0, :requests, :pages] = torch.arange(requests * pages, device=seats.device).view(requests, pages)
+        req_tensors.counts[row, :requests] = value
+    req_tensors.done[:requests] = False
+    req_tensors.block_tables[0, :requests, :pages] = torch.arange(requests * pages, device=req_tensors.device).view(requests, pages)
     for store in runner.step.stores.stores:
         for part in store.pool.parts:
             part.normal_()
@@ -228,8 +228,8 @@ def traffic_of(engine: Engine, model: nn.Module, cell: Cell, rows: int) -> Traff
 
 def state_of(engine: Engine) -> Callable[[], None]:
     """→ what puts the seats back to where they are now, by copies on the device, so that each replay does the same work."""
-    seats = runner_of(engine)[0].seats
-    tensors = seats.tokens, seats.counts, seats.done, seats.draft_sources
+    req_tensors = runner_of(engine)[0].seats
+    tensors = req_tensors.tokens, req_tensors.counts, req_tensors.done, req_tensors.draft_sources
     snapshots: list[tuple[Tensor, Tensor]] = [(tensor, tensor.clone()) for tensor in tensors]
 
     def restore() -> None:

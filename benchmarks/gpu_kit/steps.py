@@ -18,14 +18,14 @@ from gpu_kit.models import Cell, DeviceConfig, engine_of, key_of, random_model, 
 from gpu_kit.predict import Ceilings, prediction_of
 from gpu_kit.timing import Alarm, event_us, host_us
 from mtpserve.layers.decoder import DecoderModel
-from mtpserve.runtime.graphs.graphs import Body, CudaRecorder, GraphOutput, Recorder
+from mtpserve.runtime.graphs.graphs import Body, CudaGraphCapturer, GraphCapturer, GraphOutput
 
 WARM_UPS, REPLAYS, PROFILED = 5, 30, 3
 PROFILES = 2  # attempts
 
 
 class StepRecorder:
-    """runtime.graphs.graphs.Recorder: before a body is captured it runs twice, once to compile its kernels and once to write down its
+    """runtime.graphs.graphs.GraphCapturer: before a body is captured it runs twice, once to compile its kernels and once to write down its
     launches."""
 
     def __init__(self, device: torch.device, alarm: Alarm) -> None:
@@ -33,12 +33,12 @@ class StepRecorder:
         self.launches: LaunchRecorder | None = None
         self.body: Body | None = None
 
-    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+    def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         self.body = body
         body()
         self.write_down(body)
         with self.alarm.critical_section():
-            return self.inner.record(body)
+            return self.inner.capture(body)
 
     def write_down(self, body: Body) -> None:
         if self.launches is not None:
@@ -49,9 +49,9 @@ class StepRecorder:
 class EagerRecorder(StepRecorder):
     """On a CPU, where nothing is compiled and calls take long: the first run is the recording's own."""
 
-    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+    def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         self.body = body
-        step_graph = self.inner.record(body)
+        step_graph = self.inner.capture(body)
         self.write_down(body)
         return step_graph
 
@@ -60,9 +60,9 @@ def recorder_of(device: torch.device, alarm: Alarm) -> StepRecorder:
     return StepRecorder(device, alarm) if device.type == "cuda" else EagerRecorder(device, alarm)
 
 
-def inner_recorder(device: torch.device) -> Recorder:
+def inner_recorder(device: torch.device) -> GraphCapturer:
     if device.type == "cuda":
-        return CudaRecorder()
+        return CudaGraphCapturer()
     from tests.runtime.recorders import Again  # calls the body again
 
     return Again()

@@ -125,8 +125,8 @@ def span(device_config: DeviceConfig, rows: int, width: int, context: int, heads
     request_ids = torch.arange(requests, device=device)
     index = (context + torch.arange(width, device=device)).repeat(requests)
     q = torch.randn(rows, heads, dim, device=device, dtype=dtype)
-    cu_q, kv_len = torch.arange(requests + 1, device=device) * width, torch.full_like(request_ids, context + width)
-    where = request_ids, cu_q, kv_len, index, None, None, PAGE
+    query_start_loc, seq_lens = torch.arange(requests + 1, device=device) * width, torch.full_like(request_ids, context + width)
+    where = request_ids, query_start_loc, seq_lens, index, None, None, PAGE
     scale, last = dim**-0.5, (value,) if latent else ()
     values = keys[..., :value] if latent else caches[-1]
     kernel: Any = span_mla if latent else span_gqa

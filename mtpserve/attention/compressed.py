@@ -94,7 +94,7 @@ def plan_compressed(batch: Batch, store: Store, page_size: int, scale: float) ->
     assert made is not None and store.entries is not None and kind.window is not None
     paths = seen_by_rows(batch, page_size, store.group)
     entries, places = entries_of_rows(batch, page_size, store, made.every)
-    completed = completed_by([paths[row] for row in places], list(places.values()), made, batch.index.device)
+    completed = completed_by([paths[row] for row in places], list(places.values()), made, batch.token_indices.device)
     window = [path[-kind.window :] for path in paths]
     best = None if made.selected is None else made.selected.best
     return PlannedCompressed(
@@ -105,11 +105,14 @@ def plan_compressed(batch: Batch, store: Store, page_size: int, scale: float) ->
 def entries_of_rows(batch: Batch, page_size: int, store: Store, every: int) -> tuple[list[Tensor], dict[int, int]]:
     """Of each row the places of the entries that it may see, in order; and the rows that complete one, with the place of that."""
     found, places = list[Tensor](), dict[int, int]()
-    ends, lengths, index, slots = batch.cu_q.tolist(), batch.kv_len.tolist(), batch.index.tolist(), batch.slots.tolist()
+    ends = batch.query_start_loc.tolist()
+    lengths = batch.seq_lens.tolist()
+    index = batch.token_indices.tolist()
+    slots = batch.slot_mapping.tolist()
     bits = None if batch.tree_bits is None else batch.tree_bits.tolist()
-    for r, seat in enumerate(batch.seat_ids.tolist()):
-        tokens = torch.arange(lengths[r] // every, device=batch.index.device) * every + every - 1  # the last ones of entries
-        whole = (batch.seats.page_tables[0][seat, tokens // page_size] * page_size + tokens % page_size) // every
+    for r, req_idx in enumerate(batch.req_indices.tolist()):
+        tokens = torch.arange(lengths[r] // every, device=batch.token_indices.device) * every + every - 1  # the last ones of entries
+        whole = (batch.req_tensors.block_tables[0][req_idx, tokens // page_size] * page_size + tokens % page_size) // every
         root = ends[r] if batch.tree_start is None else int(batch.tree_start[r]) - index[ends[r]] + ends[r]
         for row in range(ends[r], ends[r + 1]):
             if bits is None or bits[row] == -1:
@@ -119,7 +122,7 @@ def entries_of_rows(batch: Batch, page_size: int, store: Store, every: int) -> t
                     places[row] = slots[row] // every
                 continue
             path = [node for node in range(1, 64) if bits[row] >> node & 1]
-            own = [store.of_node(seat, node) for depth, node in enumerate(path, 1) if (index[root] + depth + 1) % every == 0]
+            own = [store.of_node(req_idx, node) for depth, node in enumerate(path, 1) if (index[root] + depth + 1) % every == 0]
             if index[row] >= lengths[r]:
                 own = []
             elif (index[root] + len(path) + 1) % every == 0:

@@ -145,9 +145,13 @@ class LayerContext(Generic[P]):
 def slots_of(batch: Batch, group: int) -> Tensor:
     """[T], where the batch's rows are stored in the pages of this group."""
     if group == 0:
-        return batch.slots
-    slots = batch.seats.slots(batch.row_seats, batch.index + batch.shift, group)
-    return slots if batch.unstored is None else slots.index_fill(0, batch.cu_q[batch.unstored], batch.seats.spare_slots[group])
+        return batch.slot_mapping
+    slots = batch.req_tensors.slot_mapping(batch.token_req_indices, batch.token_indices + batch.shift, group)
+    return (
+        slots
+        if batch.unstored is None
+        else slots.index_fill(0, batch.query_start_loc[batch.unstored], batch.req_tensors.padding_slots[group])
+    )
 
 
 class Contexts(Sequence[LayerContext[P]]):

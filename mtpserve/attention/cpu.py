@@ -37,7 +37,7 @@ class CPUAttention:
 
     def plan(self, batch: Batch) -> Contexts[CPUSpans | PlannedSelected | PlannedCompressed]:
         slots = {group: slots_of(batch, group) for group in self.groups}
-        rows = batch.seat_ids, batch.cu_q, batch.kv_len, batch.index, batch.tree_bits, batch.tree_start, batch.shift
+        rows = batch.req_indices, batch.query_start_loc, batch.seq_lens, batch.token_indices, batch.tree_bits, batch.tree_start, batch.shift
         planned, choice = list[CPUSpans | PlannedSelected | PlannedCompressed](), ChosenRows()
         for store, layout in zip(self.stores.stores, self.layouts, strict=True):
             if store.kind.compressed is not None:
@@ -45,7 +45,7 @@ class CPUAttention:
             elif store.kind.selected is not None:
                 planned.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))
             else:
-                planned.append(CPUSpans(store.pool, slots[store.group], plan(layout, batch.seats.page_tables[store.group], *rows)))
+                planned.append(CPUSpans(store.pool, slots[store.group], plan(layout, batch.req_tensors.block_tables[store.group], *rows)))
         return Contexts(self.stores, planned)
 
 

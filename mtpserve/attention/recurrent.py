@@ -52,7 +52,7 @@ class RowByRow:
         self.whole, self.start, self.stop, self.rows = whole, start, stop, rows
 
     def recur(self, inputs: Tensor, gates: Tensor, conv: Tensor, skip: Tensor | None = None) -> Tensor:
-        ends, out = self.whole.spans.cu_q.tolist(), list[Tensor]()
+        ends, out = self.whole.spans.query_start_loc.tolist(), list[Tensor]()
         for t, row in enumerate(range(self.start, self.stop)):
             span = bisect(ends, row) - 1
             out.append(self.row(span, row - ends[span], inputs[t : t + 1], gates[t : t + 1], conv, skip))
@@ -62,7 +62,7 @@ class RowByRow:
         """One row, with so many of its span before it."""
         spans, layer, each = self.whole.spans, self.whole.layer, slice(span, span + 1)
         node = number - int(spans.length[span]) + 1
-        one = spans._replace(seats=spans.seats[each], cu_q=ONE_ROW, length=ONE_ROW[1:], parents=None, widest=0)
+        one = spans._replace(seats=spans.seats[each], query_start_loc=ONE_ROW, length=ONE_ROW[1:], parents=None, widest=0)
         if node <= 0:
             first = int(number == 0)
             one = one._replace(replay=spans.replay[each] * first, fresh=spans.fresh[each] * first, keep_after=None, keep_in=None)
@@ -76,12 +76,14 @@ class RowByRow:
         path, above = list[int](), node
         while (above := above - 1 if spans.parents is None else int(spans.parents[span, above - 1])) > 0:
             path.insert(0, above - 1)
-        seat = int(spans.seats[span])
-        copy = LayerState(layer.state[[seat]], layer.before[[seat]], layer.ring[seat, path][None], layer.ring_gates[seat, path][None])
+        req_idx = int(spans.seats[span])
+        copy = LayerState(
+            layer.state[[req_idx]], layer.before[[req_idx]], layer.ring[req_idx, path][None], layer.ring_gates[req_idx, path][None]
+        )
         none = torch.zeros_like(spans.seats[each])
         along = one._replace(seats=none, replay=none + len(path), fresh=none, keep_after=None, keep_in=None)
         out = self.whole.kernel(x, gates, conv, copy, along, self.whole.rule, skip)
-        layer.ring[seat, node - 1], layer.ring_gates[seat, node - 1] = x[0], gates[0]
+        layer.ring[req_idx, node - 1], layer.ring_gates[req_idx, node - 1] = x[0], gates[0]
         return out
 
 
@@ -94,19 +96,19 @@ class Recurrence:
 
     def plan(self, batch: Batch) -> list[StateContext]:
         """One for each layer. To be called once for each step: the states then count as those after its committed rows."""
-        seats, starts, computed = batch.seat_ids, batch.cu_q[:-1], self.states.computed
-        begin = batch.index[starts]
-        length = batch.last_row - starts + 1
+        seats, starts, computed = batch.req_indices, batch.query_start_loc[:-1], self.states.computed
+        begin = batch.token_indices[starts]
+        length = batch.last_token_rows - starts + 1
         replay = (begin - computed[seats]).clamp(min=0, max=self.states.ring.shape[2])
         keep_after = keep_in = None
-        if batch.keep is not None:
+        if batch.checkpoints is not None:
             # Where a request's state is, the host only bounds.
-            rows = batch.keep.tokens - (begin - replay)
+            rows = batch.checkpoints.num_tokens - (begin - replay)
             keep_after = rows.clamp(min=0) * (rows <= replay + length)
-            keep_in = batch.keep.states + self.states.seats
+            keep_in = batch.checkpoints.states + self.states.seats
         spans = StateSpans(
             seats,
-            batch.cu_q,
+            batch.query_start_loc,
             length,
             replay,
             (begin == 0).long(),

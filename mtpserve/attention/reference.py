@@ -62,7 +62,7 @@ class ReferenceAttention:
         return isinstance(kind, Attention)
 
     def plan(self, batch: Batch) -> Contexts[PlannedAttention | PlannedSelected | PlannedCompressed]:
-        ends, lengths, first = batch.cu_q.tolist(), batch.kv_len.tolist(), batch.positions[batch.cu_q[:-1]].tolist()
+        ends, lengths, first = batch.query_start_loc.tolist(), batch.seq_lens.tolist(), batch.positions[batch.query_start_loc[:-1]].tolist()
 
         def spans(window: int | None) -> list[SpanColumns]:
             # The first row of a span has its lowest position. A row after the last token that counts sees what that token sees.
@@ -92,9 +92,9 @@ class ReferenceAttention:
         return PlannedAttention(store.pool, slots_of(batch, store.group), pieces, group, self.scale)
 
     def piece(self, batch: Batch, store: Store, spans: list[SpanColumns]) -> Piece:
-        device, page_size = batch.index.device, self.stores.page_size
+        device, page_size = batch.token_indices.device, self.stores.page_size
         width, n = spans[0].width, max(span.columns for span in spans)
-        tables = batch.seats.page_tables[store.group][batch.seat_ids[[span.number for span in spans]]]
+        tables = batch.req_tensors.block_tables[store.group][batch.req_indices[[span.number for span in spans]]]
         low = torch.tensor([span.low for span in spans], device=device).unsqueeze(1)
         columns = low + torch.arange(n, device=device)  # [spans, n]
         if len(spans) == 1:
@@ -117,14 +117,14 @@ class ReferenceAttention:
         """
         width, numbers, kv_heads = spans[0].width, [span.number for span in spans], store.kind.kv.heads
         columns = columns.repeat_interleave(width, 0)  # [spans * width, n]
-        seen = columns <= batch.index[rows].unsqueeze(1)
+        seen = columns <= batch.token_indices[rows].unsqueeze(1)
         if batch.tree_bits is not None:
             assert batch.tree_start is not None
             start = batch.tree_start[numbers].repeat_interleave(width)
             bit = columns - start.unsqueeze(1)
             seen &= (bit < 0) | (batch.tree_bits[rows].unsqueeze(1) >> bit.clamp(0, 63) & 1).bool()
         if store.kind.window is not None:
-            last = (batch.kv_len[numbers] - 1).repeat_interleave(width)
+            last = (batch.seq_lens[numbers] - 1).repeat_interleave(width)
             seen &= columns > (torch.minimum(batch.positions[rows], last) - store.kind.window).unsqueeze(1)
         mask: Tensor = torch.zeros(seen.shape, dtype=store.pool.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
         mask = mask.unflatten(0, (len(spans), width)).repeat_interleave((store.kind.heads or self.heads) // kv_heads, 1)

@@ -15,12 +15,15 @@ BLOCK = 64  # keys; fewer shapes, and so fewer ways for a library to add up
 def seen_by_rows(batch: Batch, page_size: int, group: int) -> list[Tensor]:
     """For each row the slots of the tokens up to it, of a tree those on its path, in the order of their positions. A row that
     would see nothing sees the first token: it stands before all rows that count."""
-    ends, lengths, seats, index = batch.cu_q.tolist(), batch.kv_len.tolist(), batch.seat_ids.tolist(), batch.index.tolist()
+    ends = batch.query_start_loc.tolist()
+    lengths = batch.seq_lens.tolist()
+    seats = batch.req_indices.tolist()
+    index = batch.token_indices.tolist()
     bits = None if batch.tree_bits is None else batch.tree_bits.tolist()
     starts = None if batch.tree_start is None else batch.tree_start.tolist()
     seen: list[Tensor] = []
-    for r, seat in enumerate(seats):
-        pages = batch.seats.page_tables[group][seat, : -(-(lengths[r] + batch.shift) // page_size)]
+    for r, req_idx in enumerate(seats):
+        pages = batch.req_tensors.block_tables[group][req_idx, : -(-(lengths[r] + batch.shift) // page_size)]
         slots = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=pages.device)).flatten()[batch.shift :]
         for row in range(ends[r], ends[r + 1]):
             if bits is None or starts is None or bits[row] == -1:

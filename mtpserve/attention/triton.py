@@ -32,14 +32,14 @@ class TritonAttention:
         return kind.kv.key_dim <= (576 if kind.kv.kind == "mla" else 256)
 
     def plan(self, batch: Batch) -> Contexts[PlannedSpans | SelectedSpans]:
-        width = typical_width(len(batch.ids), len(batch.seat_ids), batch.sample_rows.shape[1])
+        width = typical_width(len(batch.input_ids), len(batch.req_indices), batch.sample_rows.shape[1])
         slots = {group: slots_of(batch, group) for group in self.stores.groups}
         seen = RowsSeen.of(batch) if any(store.kind.selected for store in self.stores.stores) else None
         choice = ChosenSlots()
 
         def planned(store: Store) -> PlannedSpans | SelectedSpans:
             kind, pool, group = store.kind, store.pool, store.group
-            where = pool, batch, slots[group], batch.seats.page_tables[group], self.scale
+            where = pool, batch, slots[group], batch.req_tensors.block_tables[group], self.scale
             if kind.selected is not None and seen is not None:
                 return SelectedSpans(*where, kind.selected.best, seen, choice)
             return PlannedSpans(*where, kind.window or 0, width)
@@ -58,7 +58,7 @@ class PlannedSpans:
     pool: KVPool
     batch: Batch
     slots: Tensor  # [T]
-    page_table: Tensor  # [seats, columns]
+    block_table: Tensor  # [seats, columns]
     scale: float
     window: int  # 0: none
     width: int  # rows of a span, about
@@ -66,8 +66,8 @@ class PlannedSpans:
     def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         batch, pool = self.batch, self.pool
         where = (
-            self.page_table, batch.seat_ids, batch.cu_q, batch.kv_len, batch.index, batch.tree_bits, batch.tree_start,
-            pool.page_size, self.scale,
+            self.block_table, batch.req_indices, batch.query_start_loc, batch.seq_lens, batch.token_indices, batch.tree_bits,
+            batch.tree_start, pool.page_size, self.scale,
         )  # fmt: skip
         q, keys, window, shift, width = q.contiguous(), pool.keys(layer), self.window, batch.shift, self.width
         if pool.layout.kind == "mla":

@@ -21,9 +21,9 @@ class RowsSeen:
 
     @staticmethod
     def of(batch: Batch) -> RowsSeen:
-        span = torch.searchsorted(batch.cu_q[1:], torch.arange(len(batch.ids), device=batch.ids.device), right=True)
+        span = torch.searchsorted(batch.query_start_loc[1:], torch.arange(len(batch.input_ids), device=batch.input_ids.device), right=True)
         starts = None if batch.tree_start is None else batch.tree_start[span]
-        return RowsSeen(torch.minimum(batch.index + 1, batch.kv_len[span]), starts)
+        return RowsSeen(torch.minimum(batch.token_indices + 1, batch.seq_lens[span]), starts)
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class SelectedSpans:
     pool: KVPool
     batch: Batch
     slots: Tensor  # [T]
-    page_table: Tensor  # [seats, columns]
+    block_table: Tensor  # [seats, columns]
     scale: float
     best: int
     seen: RowsSeen
@@ -49,7 +49,7 @@ class SelectedSpans:
 
     def select(self, q: Tensor, weights: Tensor, layer: int) -> None:
         batch, seen, keys = self.batch, self.seen, self.pool.index_keys(layer)
-        where = self.page_table, batch.row_seats, seen.ends, batch.tree_bits, seen.starts
+        where = self.block_table, batch.token_req_indices, seen.ends, batch.tree_bits, seen.starts
         self.choice.slots, self.choice.counts = select(
             q.contiguous(), weights.contiguous(), keys.rows, *where, self.pool.page_size, self.best, scales=keys.scales, shift=batch.shift
         )

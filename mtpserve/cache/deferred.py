@@ -23,10 +23,10 @@ class DeferredRows:
         self.room, self._keep = room, keep
         self.rows = torch.zeros(seats * room, width, dtype=dtype, device=device)
 
-    def keep(self, seat_ids: Tensor, index: Tensor, rows: Tensor) -> None:
+    def keep(self, req_indices: Tensor, index: Tensor, rows: Tensor) -> None:
         """seat_ids [n], index [n] places in their requests, rows [n, width]."""
-        self._keep(self.rows, self.room, seat_ids, index, rows.contiguous())
+        self._keep(self.rows, self.room, req_indices, index, rows.contiguous())
 
-    def of(self, seat_ids: Tensor, index: Tensor) -> Tensor:
+    def of(self, req_indices: Tensor, index: Tensor) -> Tensor:
         """[n], [n] → [n, width]"""
-        return self.rows[reference.kept_at(self.room, seat_ids, index)]
+        return self.rows[reference.kept_at(self.room, req_indices, index)]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from mtpserve.cache.keys import Key
 from mtpserve.cache.pages import PageAllocator
-from mtpserve.core.sequence import Held
+from mtpserve.core.request_state import Held
 
 Found = Callable[[int, Key], bool]
 

@@ -34,10 +34,10 @@ class Store(NamedTuple):
     entries: KVPool | None = None  # in the pages of group 0
     nodes: int = 0  # of each seat, that have a place for an entry
 
-    def of_node(self, seat: N, node: N) -> N:
+    def of_node(self, req_idx: N, node: N) -> N:
         """The place of the entry that a node completes; the first one after the root is 1."""
         assert self.entries is not None
-        return seat * self.nodes + node - 1 + self.entries.pages * self.entries.page_size
+        return req_idx * self.nodes + node - 1 + self.entries.pages * self.entries.page_size
 
     @property
     def pools(self) -> list[tuple[int, KVPool]]:

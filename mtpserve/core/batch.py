@@ -37,10 +37,10 @@ class Tree(NamedTuple):
     depths: Tensor  # [R, K+1] int64, the root's is 0
 
 
-class Keep(NamedTuple):
+class StateCheckpoints(NamedTuple):
     """Of which spans a state is kept in addition."""
 
-    tokens: Tensor  # [R] int64, after so many tokens of the request, if the step takes its state past them; 0: nowhere
+    num_tokens: Tensor  # [R] int64, after so many tokens of the request, if the step takes its state past them; 0: nowhere
     states: Tensor  # [R] int64, in which of the states that are kept
 
 
@@ -50,20 +50,20 @@ class Batch(NamedTuple):
     A row's index is its place in the request (`start + i`), which is where its KV goes; for a chain it is the position too.
     """
 
-    ids: Tensor  # [T] int64
+    input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, by depth: siblings of a tree share one
-    index: Tensor  # type: ignore[assignment]  # [T] int64, place in the request; it hides a method of tuples
-    slots: Tensor  # [T] int64, where its keys and values are stored, in the pages of group 0
-    row_seats: Tensor  # [T] int64, whose row it is
-    seat_ids: Tensor  # [R] int64
-    cu_q: Tensor  # [R+1] int64, first row of each span
-    kv_len: Tensor  # [R] int64, tokens in the cache after this step's rows are stored
-    draft_count: Tensor  # [R] int64, drafts that span r really has; later rows are padding
-    last_row: Tensor  # [R] int64, row of the span's last committed token
+    token_indices: Tensor  # [T] int64, place in the request
+    slot_mapping: Tensor  # [T] int64, where its keys and values are stored, in the pages of group 0
+    token_req_indices: Tensor  # [T] int64, whose row it is
+    req_indices: Tensor  # [R] int64
+    query_start_loc: Tensor  # [R+1] int64, first row of each span
+    seq_lens: Tensor  # [R] int64, tokens in the cache after this step's rows are stored
+    num_draft_tokens: Tensor  # [R] int64, drafts that span r really has; later rows are padding
+    last_token_rows: Tensor  # [R] int64, row of the span's last committed token
     sample_rows: Tensor  # [R, K+1] int64, that row and its drafts' rows; short spans repeat their last row
     samples: Tensor  # [R] int64, 1 where the span reaches the end of what is committed, and the request has not ended
     draft_spans: Tensor | None  # [D] int64, spans that may be drafted for; None: all
-    seats: Seats
+    req_tensors: RequestTensors
     sampler: Sampler
     tree: Tree | None = None  # None: every span's drafts are a chain
     # Row t sees column c (a place in the request) where c <= index[t], and bit c - tree_start of tree_bits[t] is set or c is before
@@ -78,13 +78,13 @@ class Batch(NamedTuple):
     unstored: Tensor | None = None
     # What each request's output probably repeats [R, longest] int64, and its length [R] int64, 0 where there is none. None: nowhere is one.
     predictions: tuple[Tensor, Tensor] | None = None
-    keep: Keep | None = None  # None: of none
+    checkpoints: StateCheckpoints | None = None  # None: of none
     longest: int = 1  # the most committed rows of a span
 
     @property
     def drafts(self) -> Tensor:
-        """[R, K]; what comes after `draft_count` is void."""
-        return self.ids[self.sample_rows[:, 1:]]
+        """[R, K]; what comes after `num_draft_tokens` is void."""
+        return self.input_ids[self.sample_rows[:, 1:]]
 
     def drafted(self, part: Tensor) -> Tensor:
         """[R, …] → [D, …]: of the spans that may be drafted for."""
@@ -107,31 +107,31 @@ class Hidden(NamedTuple):
 class Logprobs:
     """Of the tokens that a step commits, by the target's own law. N is the largest number of alternatives asked for."""
 
-    chosen: Tensor  # [R, D+1] float32
+    token_logprobs: Tensor  # [R, D+1] float32
     ranks: Tensor  # [R, D+1] int64
     top_ids: Tensor  # [R, D+1, N] int64
     top: Tensor  # [R, D+1, N] float32
 
 
-class Want(NamedTuple):
+class DraftTargets(NamedTuple):
     """How deep to draft for each request that may be drafted for, and how many drafts it may have."""
 
-    each: Tensor  # [D] int64
-    deepest: int  # no request wants more; 0: none wants any
-    most: Tensor | None = None  # [D] int64, how many drafts the algorithm may give each of them; None: as many as it has
-    keeps: bool = False  # the last rows of some spans are absorbed with a later step
-    absorbs: bool = True  # those of some spans are not
+    num_steps: Tensor  # [D] int64
+    max_steps: int  # no request wants more; 0: none wants any
+    max_draft_tokens: Tensor | None = None  # [D] int64, how many drafts the algorithm may give each of them; None: as many as it has
+    defers_kv: bool = False  # the last rows of some spans are absorbed with a later step
+    extends_kv: bool = True  # those of some spans are not
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifyOutput:
     """What verification decided. A span without drafts gets one token: that is sampling. Void for spans that do not sample.
 
     D is the depth of the deepest draft that the step could hold: K for a chain.
     """
 
     tokens: Tensor  # [R, D+1] int64: accepted drafts, then the target's own token; what follows is void
-    accepted: Tensor  # [R] int64: how many drafts survived; `accepted + 1` tokens are committed
+    num_accepted_tokens: Tensor  # [R] int64: how many drafts survived; `num_accepted_tokens + 1` tokens are committed
     path: Tensor | None  # [R, D+1] int64: the nodes that survived, the root first; then its last is repeated. None: a chain's
     failed: Tensor  # [R] bool: logits that decided something were not finite; the request ends with an error
     logprobs: Logprobs | None = None
@@ -142,35 +142,35 @@ class Drafts:
     """Proposals for the D spans that are drafted for. `probs` None: each proposal is a point mass."""
 
     tokens: Tensor  # [D, K] int64
-    count: Tensor  # [D] int64, how many of them are proposals; the rest is void
+    num_draft_tokens: Tensor  # [D] int64, how many of them are proposals; the rest is void
     probs: Tensor | None = None  # [D, K, vocabulary] float32, the distribution each was drawn from
     tree: Tree | None = None  # None: a chain
     sources: Tensor | None = None  # [D, K] int64, of Source; None: MODEL
 
 
-class Seats(Protocol):
+class RequestTensors(Protocol):
     """The tensors that a step changes, one row per running request."""
 
     tokens: Tensor  # [seats, max_len + lookahead] int64: committed tokens, then the waiting drafts
-    length: Tensor  # [seats] int64: committed tokens
-    computed: Tensor  # [seats] int64: tokens whose KV is in the pages
-    page_tables: Tensor  # [groups, seats, columns] int64, see core.arch.page_groups
-    spare_slots: list[int]  # of each group: a slot that is never read
+    num_tokens: Tensor  # [seats] int64: committed tokens
+    num_computed_tokens: Tensor  # [seats] int64: tokens whose KV is in the pages
+    block_tables: Tensor  # [groups, seats, columns] int64, see core.arch.page_groups
+    padding_slots: list[int]  # of each group: a slot that is never read
     draft_probs: Tensor  # [seats, K, vocabulary] float32: what the waiting drafts of a chain were drawn from
 
-    def slots(self, seat_ids: Tensor, index: Tensor, group: int = 0) -> Tensor:
-        """Where the KV of token `index` of each seat's request is stored, in the pages of this group."""
+    def slot_mapping(self, req_indices: Tensor, index: Tensor, group: int = 0) -> Tensor:
+        """Where the KV of token `token_indices` of each seat's request is stored, in the pages of this group."""
         ...
 
-    def following(self, seat_ids: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the token after each `index` [n] of these seats' requests [n]: which one it is, its index, and its slot in the pages of
-        group 0; [n] each."""
+    def next_tokens(self, req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the token after each `token_indices` [n] of these seats' requests [n]: which one it is, its index, and its slot in the pages
+        of group 0; [n] each."""
         ...
 
-    def prompt_length(self, seat_ids: Tensor) -> Tensor: ...
+    def num_prompt_tokens(self, req_indices: Tensor) -> Tensor: ...
 
 
-class SeatParameters(NamedTuple):
+class SamplingTensors(NamedTuple):
     """What the sampling kernels read, each [seats]; and whether any request of the batch uses the cut at all."""
 
     temperature: Tensor  # float32, 0 is greedy
@@ -209,41 +209,41 @@ class Sampler(Protocol):
         ...
 
     @property
-    def parameters(self) -> SeatParameters: ...
+    def parameters(self) -> SamplingTensors: ...
 
-    def greedy(self, seat_ids: Tensor) -> Tensor:
+    def greedy(self, req_indices: Tensor) -> Tensor:
         """[rows] bool"""
         ...
 
-    def coupled(self, seat_ids: Tensor) -> Tensor | None:
+    def coupled(self, req_indices: Tensor) -> Tensor | None:
         """[rows] bool: requests whose drafts are point masses. None: no request's."""
         ...
 
-    def processed(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
-        """[rows, vocabulary], path [rows, D] of which the first `count` [rows] count → logits after everything but temperature,
+    def processed(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
+        """[rows, vocabulary], path [rows, D] of which the first `num_draft_tokens` [rows] count → logits after everything but temperature,
         top_k, top_p and min_p."""
         ...
 
-    def probs(self, logits: Tensor, seat_ids: Tensor) -> Tensor:
+    def probs(self, logits: Tensor, req_indices: Tensor) -> Tensor:
         """Processed logits → the distribution of each row's request, float32; greedy rows are one-hot."""
         ...
 
-    def uniform(self, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+    def uniform(self, req_indices: Tensor, index: Tensor, stream: int) -> Tensor:
         """[rows], [rows, n] → [rows, n] in [0, 1), float64, from (the request's seed, the token's index, the stream) alone."""
         ...
 
-    def choose(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+    def choose(self, weights: Tensor, req_indices: Tensor, index: Tensor, stream: int) -> Tensor:
         """weights [rows, vocabulary] ≥ 0, index [rows] → [rows], a token drawn in proportion: the one with the largest `race`."""
         ...
 
-    def race(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+    def race(self, weights: Tensor, req_indices: Tensor, index: Tensor, stream: int) -> Tensor:
         """[rows, vocabulary] float64: weights over exponential noise that (seed, index, stream, token) alone decide."""
         ...
 
-    def forced(self, limit: int, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    def forced(self, limit: int, req_indices: Tensor) -> tuple[Tensor, Tensor] | None:
         """Tokens that grammars leave no choice about, after what is committed now: [rows, limit] and how many [rows]."""
         ...
 
-    def advance(self, batch: Batch, verdict: Verdict) -> None:
+    def advance(self, batch: Batch, verify_output: VerifyOutput) -> None:
         """A verdict was committed."""
         ...

@@ -29,12 +29,12 @@ class DraftSizes:
     """
 
     steps: int = 0  # depth of the algorithm's drafts
-    proposed: int = 0  # the most drafts that the algorithm proposes; `steps` for a chain
+    num_proposed: int = 0  # the most drafts that the algorithm proposes; `steps` for a chain
     written: int = 0  # slots after the last committed token that the algorithm's passes write, or that its pending drafts will
     free: int = 0  # further drafts, without a pass of a model: tokens that a grammar forces, or from a prediction or n-grams
     always_free: bool = False  # n-grams are looked up for every request, so that plain ones have free drafts too
     trees: bool = False  # the algorithm's own drafts are a tree
-    deferred: int = 0  # rows of a request that a draft model may absorb in a later step, all at once, while nothing is drafted
+    max_deferred_tokens: int = 0  # rows of a request that a draft model may absorb in a later step, all at once, while nothing is drafted
 
     @property
     def depth(self) -> int:
@@ -43,7 +43,12 @@ class DraftSizes:
 
     def holds(self, other: DraftSizes) -> bool:
         """Whether what was made for these sizes has room for the other's drafts."""
-        pairs = (self.depth, other.depth), (self.nodes, other.nodes), (self.proposed, other.proposed), (self.reach(), other.reach())
+        pairs = (
+            (self.depth, other.depth),
+            (self.nodes, other.nodes),
+            (self.num_proposed, other.num_proposed),
+            (self.num_write_ahead(), other.num_write_ahead()),
+        )
         return all(ours >= theirs for ours, theirs in pairs) and (self.branching or not other.branching)
 
     @property
@@ -54,7 +59,7 @@ class DraftSizes:
     @property
     def nodes(self) -> int:
         """Drafts that a request may bring to one step."""
-        return self.proposed + self.free
+        return self.num_proposed + self.free
 
     @property
     def rows_per_step(self) -> int:
@@ -71,20 +76,20 @@ class DraftSizes:
             least = f"at least {reserve + 2}: two tokens and {reserve} kept for drafting"
             raise ConfigError(f"--max-total-tokens must be {least}, got {room + reserve}")
 
-    def reach(self, plain: bool = False) -> int:
+    def num_write_ahead(self, plain: bool = False) -> int:
         """Tokens after the last committed one that a step may write."""
         return self.written if plain and not self.always_free else max(self.written, self.nodes)
 
-    def lookahead(self, in_flight: int, plain: bool = False) -> int:
+    def num_lookahead_tokens(self, in_flight: int, plain: bool = False) -> int:
         """Tokens after those that the host knows for which pages are held: what each step commits and drafts, including the `in_flight`
         steps that may be launched and not read yet."""
-        return (2 + in_flight) * (self.reach(plain) + 1)
+        return (2 + in_flight) * (self.num_write_ahead(plain) + 1)
 
-    def proposals(self, want: int, plain: bool, most: int | None = None) -> int:
-        """The most drafts that a step may leave for the next one if it drafts to depth `want`, `most` of them by the algorithm."""
-        if want == 0:
+    def max_draft_tokens(self, draft_depth: int, plain: bool, most: int | None = None) -> int:
+        """The most drafts that a step may leave for the next one if it drafts to depth `draft_depth`, `most` of them by the algorithm."""
+        if draft_depth == 0:
             return 0
         if not plain or self.always_free:
             return self.nodes
-        own = self.proposed if self.trees else min(want, self.steps)
+        own = self.num_proposed if self.trees else min(draft_depth, self.steps)
         return own if most is None else min(own, most)

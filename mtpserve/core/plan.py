@@ -19,23 +19,23 @@ from mtpserve.core.sampling import SamplingParams
 NOT_FINITE = "the model produced non-finite numbers (NaN) for this request"
 
 
-class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request gets a seat: its first, or a new one after a preemption, with the output that it has."""
 
-    seat: int
+    req_idx: int
     id: str  # for logs and reports
     tokens: list[int]  # prompt and output
-    prompt_len: int
-    computed: int  # tokens whose KV is in its pages already
-    max_len: int  # tokens that it may ever hold
+    num_prompt_tokens: int
+    num_computed_tokens: int  # tokens whose KV is in its pages already
+    max_num_tokens: int  # tokens that it may ever hold
     seed: int
     sampling: SamplingParams
     bad_words: list[list[int]] = []
     prediction: list[int] = []  # what the output probably repeats
-    depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
-    shared: int = 0  # tokens in pages that another request has computed: one of them may be computed again, and is not stored
+    max_depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
+    num_shared_tokens: int = 0  # tokens in pages that another request has computed: one of them may be computed again, and is not stored
     coupled: bool = False  # its drafts are coupled to the target's noise, so that a seed's text does not depend on how many there are
-    state: int = -1  # where `computed` is not 0: the kept state that its recurrent layers start from
+    start_state: int = -1  # where `num_computed_tokens` is not 0: the kept state that its recurrent layers start from
 
     @property
     def point_masses(self) -> bool:
@@ -49,48 +49,48 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The rows that one request brings to a step: `length` committed tokens from `start`, then its drafts.
+    """The rows that one request brings to a step: `num_tokens` committed tokens from `start`, then its drafts.
 
     A prompt chunk is many tokens and no drafts, plain decoding one token and no drafts, a verification one token and k.
 
-    While a step of the request is in flight, `start` and `drafts` are bounds: it starts no earlier, and has no more drafts. The
+    While a step of the request is in flight, `start` and `num_draft_tokens` are bounds: it starts no earlier, and has no more drafts. The
     device has the exact numbers.
     """
 
-    seat: int
+    req_idx: int
     start: int
-    length: int
-    drafts: int
+    num_tokens: int
+    num_draft_tokens: int
     # The span reaches the end of what is committed, so the step produces a token for it.
     samples: bool
     # After the step everything but the last token is computed, so the request can be drafted for. True for every span that samples,
     # and for a preempted request that was recomputed up to its last token: it goes on with the very drafts that it had, so that
     # preemption does not change what a seed gives.
     drafts_next: bool
-    most: int | None = None  # drafts that the algorithm may then give it; None: as many as it has
-    deferred: bool = False  # the draft model absorbs the span's only row with a later step, not with this one
-    late: int = 0  # the last rows before the span, which it absorbs before this step
+    max_draft_tokens: int | None = None  # drafts that the algorithm may then give it; None: as many as it has
+    defers_kv: bool = False  # the draft model absorbs the span's only row with a later step, not with this one
+    num_deferred_tokens: int = 0  # the last rows before the span, which it absorbs before this step
 
     @property
-    def width(self) -> int:
-        return self.length + self.drafts
+    def num_rows(self) -> int:
+        return self.num_tokens + self.num_draft_tokens
 
 
 class NewPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Pages that a request has got since the last plan that named it; column c of its page table is the page of its tokens from
     c · page_size on."""
 
-    seat: int
-    first: int  # column of the first one
+    req_idx: int
+    first_block: int  # column of the first one
     pages: list[int]
     group: int = 0  # of pages: see core.arch.page_groups
 
 
-class KeptState(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class StateCheckpoint(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Recurrent layers keep a state of a request in addition, for others to start from."""
 
-    seat: int
-    tokens: int  # the state after so many; nothing is kept if the step does not come to it, or earlier ones have
+    req_idx: int
+    num_tokens: int  # the state after so many; nothing is kept if the step does not come to it, or earlier ones have
     state: int  # its place among those that are kept
 
 
@@ -130,19 +130,19 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Without spans: nothing but transfers can be done."""
 
     spans: list[SpanPlan]  # of different seats
-    want: int  # how deep to draft for the next step
-    admissions: list[Admission] = []  # each has a span in the same plan
-    pages: list[NewPages] = []  # of seats that have a span in the same plan
+    draft_depth: int  # how deep to draft for the next step
+    new_requests: list[NewRequest] = []  # each has a span in the same plan
+    new_pages: list[NewPages] = []  # of seats that have a span in the same plan
     transfers: list[Transfer] = []
-    keeps: list[KeptState] = []  # of seats that have a span in the same plan
+    checkpoints: list[StateCheckpoint] = []  # of seats that have a span in the same plan
 
 
 class SpanResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One span's outcome."""
 
     tokens: list[int]  # committed by this step: accepted drafts and one more; empty for a chunk that ends inside the prompt
-    accepted: int  # drafts among them
-    drafts: int  # proposals that now wait for the next step
+    num_accepted_tokens: int  # drafts among them
+    num_draft_tokens: int  # proposals that now wait for the next step
     proposed: list[int] = []  # the drafts that were verified
     parents: list[int] = []  # the node that each continues
     sources: list[int] = []  # of core.batch.Source, one for each

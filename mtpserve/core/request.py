@@ -27,8 +27,9 @@ class Request:
 
     What `sampling` says in text is here in tokens: the front end has the tokenizer, the engine none.
 
-    A request whose engine was lost goes on in another one, as after a preemption: `said` is what it had said by then, `scored` how many
-    prompt tokens, from the second on, had their log-probabilities reported. Noise depends on the seed and the index of a token alone.
+    A request whose engine was lost goes on in another one, as after a preemption: `prior_output_ids` is what it had said by then,
+    `num_scored_prompt_tokens` how many prompt tokens, from the second on, had their log-probabilities reported. Noise depends on the seed
+    and the index of a token alone.
     """
 
     id: str
@@ -38,9 +39,9 @@ class Request:
     prediction: list[int] = field(default_factory=list)  # sampling.speculation.prediction
     salt: str = ""  # requests with different ones share no pages
     seed: int | None = None  # drawn for it where sampling has none, so that another engine has the same; None: the engine draws one
-    said: list[int] = field(default_factory=list)
-    scored: int = 0
-    moved: bool = False  # from an engine that was lost: no queue is too long for it
+    prior_output_ids: list[int] = field(default_factory=list)
+    num_scored_prompt_tokens: int = 0
+    is_migrated: bool = False  # from an engine that was lost: no queue is too long for it
     source: PageSource | None = None  # who has the pages of its prompt
     lease: str | None = None  # the name under which its prompt's pages are kept for another node
     choices: int = 1  # texts that are made of its prompt; 0 for all of them but the first
@@ -73,21 +74,21 @@ class FirstTokenTimes:
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
-    """One step's yield for one request: 0 … K+1 tokens, of which the first `accepted` were drafts. The last event has `finish`.
+    """One step's yield for one request: 0 … K+1 tokens, of which the first `num_accepted_tokens` were drafts. The last event has `finish`.
 
     `error` is set when finish is ERROR.
     """
 
     id: str
     tokens: list[int]
-    accepted: int = 0
+    num_accepted_tokens: int = 0
     proposal: Proposal = Proposal()
     finish: Finish | None = None
     error: str | None = None
     logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, where the request wants them
     prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens, from the second on
     times: FirstTokenTimes | None = None  # with the first token
-    cached: int = 0  # with the first token: prompt tokens that were not computed for this request, but found in the prefix cache
+    num_cached_tokens: int = 0  # with the first token: prompt tokens that were not computed for this request, but found in the prefix cache
     offer: PageOffer | None = None  # with `finish`: its prompt's pages, where the request wants them kept for another node
 
 

@@ -32,8 +32,8 @@ from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadEr
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.protocols.runner import Launched, ModelRunner
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request_state import RequestState
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
-from mtpserve.core.sequence import Sequence
 from mtpserve.engine.depth.clock import StepClock
 from mtpserve.engine.depth.first_times import ladder, measure
 from mtpserve.engine.depth.policy import DepthPolicy, report
@@ -44,10 +44,10 @@ from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.lengths import require_fit, require_room
 from mtpserve.engine.pages.tiers import Tiers
 from mtpserve.engine.parallel.ticks import Ticks
-from mtpserve.engine.queue import ServiceOrder
+from mtpserve.engine.queue import SchedulingPolicy
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.stats import count, count_step, event_of
-from mtpserve.engine.steps import Outcome, Planned
+from mtpserve.engine.steps import RequestOutput, ScheduledStep
 from mtpserve.spec.counts import new_stats
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 class Engine:
     """`context_length` is what a request may really have: the model's, or less where the KV pool does not hold that much.
 
-    `want` is the number of drafts to propose in each step; it stays what it is, since a seed's text may depend on it. What comes of
+    `draft_depth` is the number of drafts to propose in each step; it stays what it is, since a seed's text may depend on it. What comes of
     a step does not depend on `overlap`; with 0 its events come with the call that launched it. While more requests run than `plain_above`
     no drafts are proposed: then a seed's text may depend on the load, though its law does not. `fingerprint`: of all that KV depends on
     besides tokens; None: no prefix cache. `long_rows`: of a long prompt in one step, beside other requests. `drafter`: the draft
@@ -73,7 +73,7 @@ class Engine:
         context_length: int,
         vocab: int,
         eos_ids: tuple[int, ...],
-        want: int,
+        draft_depth: int,
         name: str = "",
         kernels: str = "",
         grammars: PreparedGrammars | None = None,
@@ -91,19 +91,19 @@ class Engine:
         apart: bool = False,
     ) -> None:
         sizes = runner.sizes
-        if not 0 <= want <= sizes.depth:
-            raise ConfigError(f"--speculative-num-steps must be in [0, {sizes.depth}], got {want}")
-        budget, reserve = config.step_tokens, sizes.lookahead(overlap)
+        if not 0 <= draft_depth <= sizes.depth:
+            raise ConfigError(f"--speculative-num-steps must be in [0, {sizes.depth}], got {draft_depth}")
+        budget, reserve = config.step_tokens, sizes.num_lookahead_tokens(overlap)
         room = pages.capacity(reserve)
         sizes.require(budget, room, reserve)
         self.context_length = min(context_length, room)
         queued = config.max_queued_requests
         capacity = None if queued is None else max_running + queued
         self.card = ModelCard(
-            name, vocab, self.context_length, eos_ids, want, lossy, page_size=pages.page_size, capacity=capacity, kernels=kernels
+            name, vocab, self.context_length, eos_ids, draft_depth, lossy, page_size=pages.page_size, capacity=capacity, kernels=kernels
         )
-        self._grammars, self._runner, self._want = grammars, runner, want
-        self.policy = DepthPolicy(sizes, want, captured, apart) if adaptive and want > 0 else None
+        self._grammars, self._runner, self._draft_depth = grammars, runner, draft_depth
+        self.policy = DepthPolicy(sizes, draft_depth, captured, apart) if adaptive and draft_depth > 0 else None
         self._seeded = config.random_seed is not None
         self._clock = StepClock()
         self._max_queued = config.max_queued_requests
@@ -111,11 +111,11 @@ class Engine:
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
         self._pages, self._budget, self._max_running = pages, budget, max_running
         self._overlap, self._plain_above, self._fingerprint, self._tiers = overlap, plain_above, fingerprint, tiers
-        self._observer, self._watch = observer, watch or Watchdog()
-        self._in_flight: deque[tuple[Planned, Launched, float]] = deque()  # with the time at which it was planned
+        self._observer, self._watchdog = observer, watch or Watchdog()
+        self._in_flight: deque[tuple[ScheduledStep, Launched, float]] = deque()  # with the time at which it was planned
         self._scheduler = Scheduler(
             pages, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
-            service=ServiceOrder.of(config, long_rows), observer=observer, tiers=tiers, most_deferred=sizes.deferred,
+            service=SchedulingPolicy.of(config, long_rows), observer=observer, tiers=tiers, max_deferred_tokens=sizes.max_deferred_tokens,
             drafter=drafter, apart=apart,
         )  # fmt: skip
         self._drafter, self.ticks = drafter, Ticks()  # others are set where it shares experts with other engines
@@ -132,7 +132,7 @@ class Engine:
     @property
     def changes_idle(self) -> bool:
         """Something may change while there is no work: what is kept for other nodes is free once they have it."""
-        return self._tiers is not None and self._tiers.exports is not None and self._tiers.exports.open
+        return self._tiers is not None and self._tiers.sender is not None and self._tiers.sender.open
 
     @property
     def stats(self) -> EngineStats:
@@ -144,7 +144,7 @@ class Engine:
             self._tiers.report(self._stats, self._scheduler.waiting)
         self._stats.preemptions_total = self._scheduler.preemptions
         self._stats.depths = None if self.policy is None else self.policy.state
-        self._stats.draft_health = self._watch.health
+        self._stats.draft_health = self._watchdog.health
         return self._stats
 
     def add(self, request: Request, compiled: bool = False) -> None:
@@ -154,45 +154,45 @@ class Engine:
         """
         if not self.has_work:
             self._clock.idle()
-        own = self._watch.owns(request.id)  # it waits for nobody, and shares no pages
+        own = self._watchdog.is_self_check(request.id)  # it waits for nobody, and shares no pages
         if not own:
             self._validate(request)
         scheduler, sampling, prompt_len = self._scheduler, request.sampling, len(request.prompt)
         # A request that only waits for the next step to be seated is not queued: with `running` seats, running + limit are taken.
         if (
-            not (own or request.moved)
+            not (own or request.is_migrated)
             and self._max_queued is not None
-            and len(scheduler.waiting) >= self._max_queued + scheduler.free_seats
+            and len(scheduler.waiting) >= self._max_queued + scheduler.num_free_slots
         ):
             raise QueueFull(f"{len(scheduler.waiting)} requests wait already and --max-queued-requests is {self._max_queued}")
-        max_len = self.context_length if sampling.max_tokens is None else prompt_len + sampling.max_tokens
         if not compiled:
             self.compile(sampling.grammar)
-        seed = request.seed if sampling.seed is None else sampling.seed
-        if seed is None:
+        if (seed := request.seed if sampling.seed is None else sampling.seed) is None:
             seed = self._seeds.getrandbits(63)
-        seq = Sequence(
+        req = RequestState(
             request.id,
-            request.prompt + request.said,
+            request.prompt + request.prior_output_ids,
             prompt_len,
             sampling,
-            max_len,
+            self.context_length if sampling.max_tokens is None else prompt_len + sampling.max_tokens,
             seed,
-            prompt_scored=request.scored,
-            source=request.source,
-            lease=request.lease,
+            num_scored_prompt_tokens=request.num_scored_prompt_tokens,
+            kv_source=request.source,
+            kv_lease=request.lease,
             bad_words=request.bad_words,
             prediction=request.prediction if sampling.speculation.depth != 0 else [],
-            root=None if own or self._fingerprint is None else root(self._fingerprint, request.salt),
+            hash_root=None if own or self._fingerprint is None else root(self._fingerprint, request.salt),
             coupled=self.policy is not None and (sampling.seed is not None or self._seeded),
-            depth=sampling.speculation.depth,
-            arrived=perf_counter(),
+            max_depth=sampling.speculation.depth,
+            arrival_time=perf_counter(),
         )
-        sizes, seq.lockstep = self._runner.sizes, self._runner.processors or sampling.grammar is not None
-        seq.reach, seq.lookahead = sizes.reach(seq.plain), sizes.lookahead(self._overlap, seq.plain)
-        seq.mixed = not seq.plain or sizes.always_free
-        seq.proposals = sizes.proposals(self._want if seq.depth is None else min(self._want, seq.depth), seq.plain)
-        scheduler.add(seq)
+        sizes, req.is_synchronous = self._runner.sizes, self._runner.processors or sampling.grammar is not None
+        req.num_write_ahead = sizes.num_write_ahead(req.plain)
+        req.num_lookahead_tokens = sizes.num_lookahead_tokens(self._overlap, req.plain)
+        req.has_mixed_sources = not req.plain or sizes.always_free
+        draft_depth = self._draft_depth if req.max_depth is None else min(self._draft_depth, req.max_depth)
+        req.max_pending_draft_tokens = sizes.max_draft_tokens(draft_depth, req.plain)
+        scheduler.add(req)
 
     def compile(self, spec: GrammarSpec | None) -> None:
         """Keeps the result for the runner. May take seconds, and may run in another thread beside `step`. Raises InvalidRequest,
@@ -216,16 +216,16 @@ class Engine:
         """How deep requests draft from now on, where that is not fixed, and what is known of it."""
         if self.policy is not None and change != SpecChange():
             self.policy.set(change)
-            for seq in self._scheduler.live.values() if change.reset else ():
-                seq.factor = 1.0
-        return report(self.policy, self._want, self.stats)
+            for req in self._scheduler.live.values() if change.reset else ():
+                req.acceptance_factor = 1.0
+        return report(self.policy, self._draft_depth, self.stats)
 
     def draft_with(self, shape: DraftShape) -> None:
         """From now on all requests are drafted for in this shape. Only while nothing runs; raises ConfigError for more than was built."""
         assert not self.has_work
         self._runner.reshape(shape)
-        self._scheduler.most_deferred = self._runner.sizes.deferred
-        self._want, self.policy, self._watch = shape.steps, None, Watchdog()  # it is not limited any more
+        self._scheduler.max_deferred_tokens = self._runner.sizes.max_deferred_tokens
+        self._draft_depth, self.policy, self._watchdog = shape.steps, None, Watchdog()  # it is not limited any more
         self._stats = new_stats(self._runner.sizes.depth, self._pages.total, self._drafter)
         self.reset_prefix_cache()  # plain decoding keeps nothing of a draft model
 
@@ -250,18 +250,18 @@ class Engine:
     def _step(self) -> list[TokenEvent]:
         if not self.has_work:
             return []
-        events = self._book(leave=0) if self._in_flight and self._scheduler.must_wait() else []
+        events = self._commit(leave=0) if self._in_flight and self._scheduler.must_wait() else []
         began = perf_counter()
-        self._watch.turn(self)
-        planned = self._scheduler.plan(self._watch.limited(self._scheduler.running, self._wanted()))
-        for admission in planned.plan.admissions:
-            seq = self._scheduler.live[admission.id]
-            seq.seated = perf_counter() if seq.seated is None else seq.seated
-        going = bool(planned.seqs) or self._scheduler.moving or bool(planned.plan.transfers)
+        self._watchdog.before_step(self)
+        planned = self._scheduler.plan(self._watchdog.limit_drafts(self._scheduler.running, self._next_depth()))
+        for new_request in planned.plan.new_requests:
+            req = self._scheduler.live[new_request.id]
+            req.start_time = perf_counter() if req.start_time is None else req.start_time
+        going = bool(planned.reqs) or self._scheduler.moving or bool(planned.plan.transfers)
         if going:
             events += self._launch(planned, began)
         # Nothing was launched: nothing but what is in flight can give more to do.
-        return events + self._book(leave=self._overlap if going else max(len(self._in_flight) - 1, 0))
+        return events + self._commit(leave=self._overlap if going else max(len(self._in_flight) - 1, 0))
 
     def try_out(self, compiles: bool = False) -> None:
         """Compute a few tokens, of which nothing remains. Raises LoadError where that fails: weights that are finite, each by itself, may
@@ -282,7 +282,7 @@ class Engine:
             log.info("warmed up in %.1f s: prompts of up to %d tokens, %d requests", perf_counter() - began, longest, self._max_running)
         if self.policy is not None:
             measure(self, self.policy, self._max_running)
-        self._watch.start(self)
+        self._watchdog.start(self)
         self._fingerprint = fingerprint
         if self._observer is not None:
             self._observer.cleared()  # whatever routers know of a predecessor
@@ -309,32 +309,32 @@ class Engine:
         """Raises EngineDead where a process that computes a part of the model has ended."""
         self._runner.check()
 
-    def _report(self, outcomes: Seq[Outcome], planned: Planned | None = None) -> list[TokenEvent]:
+    def _report(self, outcomes: Seq[RequestOutput], planned: ScheduledStep | None = None) -> list[TokenEvent]:
         """Of one step, before another is booked: what has ended must not seem to have ended earlier. `planned`: it, if it was computed."""
         count_step(self._stats, planned, outcomes)
         verified = any(outcome.proposal.tokens for outcome in outcomes)
-        outcomes = self._watch.others(outcomes, verified)
+        outcomes = self._watchdog.client_outputs(outcomes, verified)
         for outcome in outcomes:
             count(self._stats, outcome)
         if verified and self.policy is not None:
             self.policy.learn(outcomes)
         return [event_of(outcome, perf_counter()) for outcome in outcomes]
 
-    def _wanted(self) -> int:
-        crowded = self._watch.suspended or (self._plain_above is not None and len(self._scheduler.running) > self._plain_above)
+    def _next_depth(self) -> int:
+        crowded = self._watchdog.suspended or (self._plain_above is not None and len(self._scheduler.running) > self._plain_above)
         if self.policy is not None and not crowded:
             return self.policy.choose(self._scheduler.running)
-        return 0 if crowded else self._want
+        return 0 if crowded else self._draft_depth
 
-    def _launch(self, planned: Planned, began: float) -> list[TokenEvent]:
-        self._stats.steps_total += bool(planned.seqs)
+    def _launch(self, planned: ScheduledStep, began: float) -> list[TokenEvent]:
+        self._stats.steps_total += bool(planned.reqs)
         try:
             self._in_flight.append((planned, self._runner.launch(planned.plan), began))
         except Exception as error:
-            return self._failed(planned.seqs, error)
+            return self._failed(planned.reqs, error)
         return []
 
-    def _book(self, leave: int) -> list[TokenEvent]:
+    def _commit(self, leave: int) -> list[TokenEvent]:
         """The oldest steps, until no more than `leave` are in flight."""
         events: list[TokenEvent] = []
         while len(self._in_flight) > leave:
@@ -345,23 +345,23 @@ class Engine:
                     self._timed(*timed)
                 events += self._report(self._scheduler.commit(planned, result), planned)
             except Exception as error:
-                events += self._failed(planned.seqs, error)
+                events += self._failed(planned.reqs, error)
         return events
 
-    def _timed(self, planned: Planned, seconds: float) -> None:
-        if self._want == 0 or not planned.seqs:
+    def _timed(self, planned: ScheduledStep, seconds: float) -> None:
+        if self._draft_depth == 0 or not planned.reqs:
             return
         passes = passes_of(planned.plan)
         self._stats.steps_per_depth[passes] += passes > 0 or any(span.drafts_next for span in planned.plan.spans)
         if self.policy is not None:
             self.policy.stepped(planned, passes, seconds)
 
-    def _failed(self, seqs: list[Sequence], error: Exception) -> list[TokenEvent]:
+    def _failed(self, reqs: list[RequestState], error: Exception) -> list[TokenEvent]:
         _require_device(error)
         # The traceback is for the log; a client learns the kind of error and no more.
-        log.error("a step with %d requests failed", len(seqs), exc_info=error)
+        log.error("a step with %d requests failed", len(reqs), exc_info=error)
         message = f"the engine failed in the step that computed this request: {type(error).__name__}"
-        return self._report(self._scheduler.fail(seqs, message))
+        return self._report(self._scheduler.fail(reqs, message))
 
     def _validate(self, request: Request) -> None:
         prompt, context = len(request.prompt), self.context_length
@@ -370,7 +370,7 @@ class Engine:
         if not request.prompt:
             raise InvalidRequest("prompt must not be empty", "prompt")
         self._require_known(request.prompt, "prompt")
-        self._require_known(request.said, "said")
+        self._require_known(request.prior_output_ids, "said")
         sampling = request.sampling
         self._require_known(sampling.stop_token_ids, "stop_token_ids")
         self._require_known(sampling.allowed_token_ids, "allowed_token_ids")

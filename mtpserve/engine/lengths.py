@@ -9,7 +9,7 @@ from mtpserve.core.sampling import SamplingParams
 
 def require_room(request: Request, context: int) -> None:
     """A request that goes on has not come to its end yet."""
-    prompt, said, at_most = len(request.prompt), len(request.said), request.sampling.max_tokens
+    prompt, said, at_most = len(request.prompt), len(request.prior_output_ids), request.sampling.max_tokens
     room = context - prompt if at_most is None else at_most
     if said >= room:
         raise InvalidRequest(f"{said} tokens were said already, and the request may say {room}", "said")

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from mtpserve.config import SchedulerConfig
-from mtpserve.core.sequence import Sequence
+from mtpserve.core.request_state import RequestState
 
-RANK = attrgetter("rank")
+QUEUE_KEY = attrgetter("queue_key")
 LOOKS = 128  # requests whose prefixes are compared in a step, the oldest ones
 LONG = 2  # steps that a prompt fills which is called long, unless the user says otherwise
 EXPECTED = 0.1  # share of what requests may produce that they are expected to produce
@@ -26,7 +26,7 @@ MOST_OVERTAKEN = 64  # times, before nobody else may
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceOrder:
+class SchedulingPolicy:
     """How requests share what a step computes. The defaults set no limits."""
 
     longest_prefix: bool = False  # the policy lpm
@@ -36,10 +36,10 @@ class ServiceOrder:
     reserved: float = 0.0  # share of the tokens that running requests may still produce for which admission leaves pages
 
     @staticmethod
-    def of(config: SchedulerConfig, long_rows: int | None) -> ServiceOrder:
+    def of(config: SchedulerConfig, long_rows: int | None) -> SchedulingPolicy:
         """`long_rows`: unless the user gives a number for both, rows and length; None: as many as fit."""
         threshold, budget = config.long_prefill_token_threshold, config.step_tokens
-        return ServiceOrder(
+        return SchedulingPolicy(
             config.scheduling_policy == "lpm",
             LONG * budget if threshold is None else threshold,
             threshold or long_rows or budget,
@@ -48,42 +48,42 @@ class ServiceOrder:
         )
 
 
-UNLIMITED = ServiceOrder()
+UNLIMITED = SchedulingPolicy()
 
 
-class Line:
-    """`seqs` is always in the order of their ranks."""
+class WaitingQueue:
+    """`reqs` is always in the order of their ranks."""
 
     def __init__(self, longest_prefix: bool = False) -> None:
-        self.seqs: list[Sequence] = []
+        self.reqs: list[RequestState] = []
         self._longest_prefix = longest_prefix
 
-    def add(self, seq: Sequence) -> None:
-        insort(self.seqs, seq, key=RANK)
+    def add(self, req: RequestState) -> None:
+        insort(self.reqs, req, key=QUEUE_KEY)
 
-    def remove(self, seq: Sequence) -> None:
-        place = bisect_left(self.seqs, seq.rank, key=RANK)  # ranks are unique
-        assert self.seqs[place] is seq
-        del self.seqs[place]
+    def remove(self, req: RequestState) -> None:
+        place = bisect_left(self.reqs, req.queue_key, key=QUEUE_KEY)  # ranks are unique
+        assert self.reqs[place] is req
+        del self.reqs[place]
 
-    def seat(self, seq: Sequence) -> None:
+    def admit(self, req: RequestState) -> None:
         """It is served now; under lpm it may have overtaken others."""
         if self._longest_prefix:
-            for other in self.seqs[:LOOKS]:
-                if other is seq:
+            for other in self.reqs[:LOOKS]:
+                if other is req:
                     break
-                other.overtaken += 1
-        self.remove(seq)
+                other.num_overtaken += 1
+        self.remove(req)
 
-    def order(self, matched: Callable[[Sequence], int]) -> Iterator[Sequence]:
+    def order(self, matched: Callable[[RequestState], int]) -> Iterator[RequestState]:
         """`matched`: tokens of a request that are in the cache. The line may change while this is read."""
         if not self._longest_prefix:
-            yield from self.seqs[:LOOKS]
+            yield from self.reqs[:LOOKS]
             return
-        seqs = list(self.seqs)
-        first = [seq for seq in seqs if seq.ran or seq.overtaken >= MOST_OVERTAKEN]
+        reqs = list(self.reqs)
+        first = [req for req in reqs if req.has_run or req.num_overtaken >= MOST_OVERTAKEN]
         yield from first
-        named = {seq.id for seq in first}
-        others = [seq for seq in seqs[:LOOKS] if seq.id not in named]
+        named = {req.id for req in first}
+        others = [req for req in reqs[:LOOKS] if req.id not in named]
         yield from sorted(others, key=matched, reverse=True)  # stable: of equal ones the oldest
-        yield from (seq for seq in seqs[LOOKS:] if seq.id not in named)
+        yield from (req for req in reqs[LOOKS:] if req.id not in named)

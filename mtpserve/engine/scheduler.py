@@ -7,7 +7,7 @@ Pure Python over sequences and page counts. It is not the loop (engine.py) and h
 * The first in order always makes progress: pages run out at the expense of the last, and every decoding request gets
   its turn within a bounded number of steps.
 
-A step may be planned while others are in flight, from what is certain about them: see core/sequence. `must_wait` says when that is
+A step may be planned while others are in flight, from what is certain about them: see core/request_state. `must_wait` says when that is
 not enough. A request whose end was not read yet gets spans without effect: `commit` drops them unread, and since the device
 works in order, pages that were released in the meantime are written by their next holder after that.
 """
@@ -23,15 +23,15 @@ from itertools import islice
 from mtpserve.cache.groups import PageGroups
 from mtpserve.config.drafters import MTP
 from mtpserve.core.batch import Source
-from mtpserve.core.plan import Admission, KeptState, SpanPlan, SpanResult, StepPlan, StepResult
+from mtpserve.core.plan import NewRequest, SpanPlan, SpanResult, StateCheckpoint, StepPlan, StepResult
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.request import Finish, Proposal
-from mtpserve.core.sequence import Sequence
+from mtpserve.core.request_state import RequestState
 from mtpserve.engine.pages.prefixes import Prefixes
 from mtpserve.engine.pages.tiers import Tiers
-from mtpserve.engine.queue import LOOKS, RANK, UNLIMITED, Line, ServiceOrder
+from mtpserve.engine.queue import LOOKS, QUEUE_KEY, UNLIMITED, SchedulingPolicy, WaitingQueue
 from mtpserve.engine.spans import admission, chunk, decodes, deferred, ends, new_pages, next_span, to_compute, useful_drafts
-from mtpserve.engine.steps import Outcome, Planned
+from mtpserve.engine.steps import RequestOutput, ScheduledStep
 from mtpserve.engine.stopping import until_stop
 
 MOST_EXPECTED = 4096  # tokens that a request is expected to produce at most, whatever its limit is
@@ -51,8 +51,8 @@ class Scheduler:
 
     def __init__(
         self, pages: PageGroups, *, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int],
-        service: ServiceOrder = UNLIMITED, observer: CacheObserver | None = None, tiers: Tiers | None = None, most_deferred: int = 0,
-        drafter: str = MTP, apart: bool = False,
+        service: SchedulingPolicy = UNLIMITED, observer: CacheObserver | None = None, tiers: Tiers | None = None,
+        max_deferred_tokens: int = 0, drafter: str = MTP, apart: bool = False,
     ) -> None:  # fmt: skip
         """`apart`: prompts are not computed together with requests that decode."""
         if token_budget < max_drafts + 1:
@@ -60,23 +60,23 @@ class Scheduler:
         self._pages = pages
         self._max_running, self._token_budget, self._max_drafts = max_running, token_budget, max_drafts
         self._sources = Source.names(drafter)
-        self.most_deferred = most_deferred  # rows of a request that wait for a draft model to absorb them
+        self.max_deferred_tokens = max_deferred_tokens  # rows of a request that wait for a draft model to absorb them
         self._apart = apart
         self._eos_ids = frozenset(eos_ids)
-        self._service = service
-        self._free_seats = list(range(max_running))  # a heap
-        self._turns: dict[str, int] = {}  # decoding requests → their place in the next step's budget
+        self._policy = service
+        self._free_req_indices = list(range(max_running))  # a heap
+        self._decode_order: dict[str, int] = {}  # decoding requests → their place in the next step's budget
         self._prefixes, self._tiers = Prefixes(pages, observer, tiers), tiers
-        self._gave_way = False  # long prompts had no rows in the last step, for short ones
-        self.live: dict[str, Sequence] = {}
-        self.running: list[Sequence] = []
-        self._line = Line(service.longest_prefix)
+        self._long_prompts_waited = False  # long prompts had no rows in the last step, for short ones
+        self.live: dict[str, RequestState] = {}
+        self.running: list[RequestState] = []
+        self._waiting_queue = WaitingQueue(service.longest_prefix)
         self._arrivals = 0
         self.preemptions = 0
 
     @property
-    def free_seats(self) -> int:
-        return len(self._free_seats)
+    def num_free_slots(self) -> int:
+        return len(self._free_req_indices)
 
     @property
     def moving(self) -> bool:
@@ -84,205 +84,207 @@ class Scheduler:
         return self._tiers is not None and self._tiers.pending
 
     @property
-    def waiting(self) -> list[Sequence]:
-        return self._line.seqs
+    def waiting(self) -> list[RequestState]:
+        return self._waiting_queue.reqs
 
-    def add(self, seq: Sequence) -> None:
-        """The caller has checked that without other requests there are pages for `max_len` tokens and the lookahead."""
-        assert seq.id not in self.live
-        self.live[seq.id] = seq
-        seq.rank = (seq.sampling.priority, self._arrivals)
+    def add(self, req: RequestState) -> None:
+        """The caller has checked that without other requests there are pages for `max_num_tokens` tokens and the lookahead."""
+        assert req.id not in self.live
+        self.live[req.id] = req
+        req.queue_key = (req.sampling.priority, self._arrivals)
         self._arrivals += 1
-        self._prefixes.add(seq)
-        self._line.add(seq)
+        self._prefixes.add(req)
+        self._waiting_queue.add(req)
 
-    def abort(self, request_id: str) -> Sequence | None:
+    def abort(self, request_id: str) -> RequestState | None:
         """End a live request, also between plan and commit: the result of its span is then ignored. None: no such request."""
-        seq = self.live.get(request_id)
-        if seq is not None:
-            self._end(seq, Finish.ABORT)
-        return seq
+        req = self.live.get(request_id)
+        if req is not None:
+            self._end(req, Finish.ABORT)
+        return req
 
     # ------------------------------------------------------------------------------------------------ plan
 
     def must_wait(self) -> bool:
         """The steps in flight must be booked before another is planned: a request requires it, or another would be preempted."""
-        ahead = [seq for seq in self.running if seq.in_flight]
+        ahead = [req for req in self.running if req.in_flight]
         if not ahead:
             return False
-        missing = [lacking for seq in self.running if not ends(seq) and (lacking := self._missing(seq))]
+        missing = [lacking for req in self.running if not ends(req) and (lacking := self._missing_blocks(req))]
         too_few = bool(missing) and not self._pages.are_free(map(sum, zip(*missing, strict=True)))
-        return too_few or any(seq.lockstep for seq in ahead)
+        return too_few or any(req.is_synchronous for req in ahead)
 
-    def plan(self, want: int) -> Planned:
-        """The next step, which drafts `want` deep for the one after it: decoding requests, then prompt chunks, then new requests. Has
-        spans while a request lives, unless what is in flight ends them all."""
+    def plan(self, draft_depth: int) -> ScheduledStep:
+        """The next step, which drafts `draft_depth` deep for the one after it: decoding requests, then prompt chunks, then new requests.
+        Has spans while a request lives, unless what is in flight ends them all."""
         self._pages.settle()
-        decoding = self._reserve()
+        decoding = self._allocate_blocks()
         planned, left = self._decoding(decoding)
         others = self.running if len(decoding) < len(self.running) else []
-        prompts, admissions = self._prompts([seq for seq in others if not decodes(seq) and not ends(seq)], left)
-        if self.most_deferred:
-            planned = deferred(planned, want, self.most_deferred, beside=bool(prompts) and not self._apart)
+        prompts, new_requests = self._prompts([req for req in others if not decodes(req) and not ends(req)], left)
+        if self.max_deferred_tokens:
+            planned = deferred(planned, draft_depth, self.max_deferred_tokens, beside_prompts=bool(prompts) and not self._apart)
         keeps = self._prefixes.keep(planned, prompts)
         planned += prompts
-        busy = self.moving or any(seq.in_flight for seq in self.running)
+        busy = self.moving or any(req.in_flight for req in self.running)
         assert planned or not self.live or busy, "a plan without spans would repeat for ever"
-        for seq, span in planned:
-            seq.launched += span.length
-            seq.ahead += span.samples
-            seq.drafts = seq.most_proposals if span.drafts_next and want > 0 else 0
-        pages = [new for seq, _ in planned if seq.grown for new in new_pages(seq, self._pages.dense)]
+        for req, span in planned:
+            req.num_scheduled_tokens += span.num_tokens
+            req.num_pending_outputs += span.samples
+            req.num_draft_tokens = req.pending_draft_limit if span.drafts_next and draft_depth > 0 else 0
+        pages = [new for req, _ in planned if req.has_new_blocks for new in new_pages(req, self._pages.dense)]
         transfers = [] if self._tiers is None else self._tiers.take_outgoing()
-        return Planned(StepPlan([span for _, span in planned], want, admissions, pages, transfers, keeps), [seq for seq, _ in planned])
+        return ScheduledStep(
+            StepPlan([span for _, span in planned], draft_depth, new_requests, pages, transfers, keeps), [req for req, _ in planned]
+        )
 
-    def _decoding(self, ready: list[Sequence]) -> tuple[list[tuple[Sequence, SpanPlan]], int]:
+    def _decoding(self, ready: list[RequestState]) -> tuple[list[tuple[RequestState, SpanPlan]], int]:
         """Spans with one token and all its drafts, and what is left of the budget. Who finds no room is first in the next step.
 
         turns   | a b | c d e |   →   | c d | e a b |   →   | e a | b c d |      with room for two
         """
-        if self._turns:
-            ready = sorted(ready, key=lambda seq: self._turns.get(seq.id, len(self._turns)))
+        if self._decode_order:
+            ready = sorted(ready, key=lambda req: self._decode_order.get(req.id, len(self._decode_order)))
         left = self._token_budget
-        spans: list[tuple[Sequence, SpanPlan]] = []
+        spans: list[tuple[RequestState, SpanPlan]] = []
         late: list[str] = []
-        for seq in ready:
-            span = next_span(seq, 1, useful_drafts(seq))
-            if span.width > left:
-                late.append(seq.id)
+        for req in ready:
+            span = next_span(req, 1, useful_drafts(req))
+            if span.num_rows > left:
+                late.append(req.id)
                 continue
-            spans.append((seq, span))
-            left -= span.width
-        self._turns = {request_id: turn for turn, request_id in enumerate(late + [seq.id for seq, _ in spans])} if late else {}
+            spans.append((req, span))
+            left -= span.num_rows
+        self._decode_order = {request_id: turn for turn, request_id in enumerate(late + [req.id for req, _ in spans])} if late else {}
         return spans, left
 
-    def _prompts(self, running: Seq[Sequence], left: int) -> tuple[list[tuple[Sequence, SpanPlan]], list[Admission]]:
+    def _prompts(self, running: Seq[RequestState], left: int) -> tuple[list[tuple[RequestState, SpanPlan]], list[NewRequest]]:
         """Chunks of prompts, `left` rows in all: of those that run, then of those that are admitted, each in its order.
 
         Short prompts come first, and in every other step long ones get no rows beside them. Then come a few long ones, each with a bounded
         number of rows as long as others live. So steps stay short, and short prompts do not wait for the ends of long ones.
         """
-        service, alone = self._service, len(self.live) == 1
-        long = [seq for seq in running if self._is_long(seq, seq.shared)]
-        short = [seq for seq in running if not self._is_long(seq, seq.shared)] if long else running
+        service, alone = self._policy, len(self.live) == 1
+        long = [req for req in running if self._is_long(req, req.num_shared_tokens)]
+        short = [req for req in running if not self._is_long(req, req.num_shared_tokens)] if long else running
         chosen, admitted = self._share(short, left - (left // 4 if long else 0), long=False)
-        if service.long_prompt is None or (chosen and not self._gave_way):
-            self._gave_way = True
+        if service.long_prompt is None or (chosen and not self._long_prompts_waited):
+            self._long_prompts_waited = True
         else:
-            self._gave_way = False
+            self._long_prompts_waited = False
             left -= sum(rows for _, rows in chosen)
             more, others = self._share(long, left, long=True, limit=left if alone else service.long_rows)
             chosen, admitted = chosen + more, admitted + others
-        return [(seq, chunk(seq, self._prefixes.rows(seq, rows))) for seq, rows in chosen], [admission(seq) for seq in admitted]
+        return [(req, chunk(req, self._prefixes.rows(req, rows))) for req, rows in chosen], [admission(req) for req in admitted]
 
     def _share(
-        self, running: Seq[Sequence], left: int, long: bool, limit: int | None = None
-    ) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
+        self, running: Seq[RequestState], left: int, long: bool, limit: int | None = None
+    ) -> tuple[list[tuple[RequestState, int]], list[RequestState]]:
         """Prompts with their rows, `left` in all and `limit` of each, and those of them that were admitted just now."""
-        queue, chosen, admitted = deque(running), list[tuple[Sequence, int]](), list[Sequence]()
-        while left > 0 and not (long and len(chosen) == self._service.max_long):
-            seq = queue.popleft() if queue else self._admit(long)
-            if seq is None:
+        queue, chosen, admitted = deque(running), list[tuple[RequestState, int]](), list[RequestState]()
+        while left > 0 and not (long and len(chosen) == self._policy.max_long):
+            req = queue.popleft() if queue else self._admit_next(long)
+            if req is None:
                 break
             if len(chosen) >= len(running):
-                admitted.append(seq)
-            rows = min(seq.prefill_end - seq.launched, left, left if limit is None else limit)
-            chosen.append((seq, rows))
+                admitted.append(req)
+            rows = min(req.prefill_end - req.num_scheduled_tokens, left, left if limit is None else limit)
+            chosen.append((req, rows))
             left -= rows
         return chosen, admitted
 
-    def _is_long(self, seq: Sequence, start: int) -> bool:
+    def _is_long(self, req: RequestState, start: int) -> bool:
         """A prompt that is computed from token `start` on. It stays long to its end."""
-        return self._service.long_prompt is not None and seq.prefill_end - start > self._service.long_prompt
+        return self._policy.long_prompt is not None and req.prefill_end - start > self._policy.long_prompt
 
-    def _admit(self, long: bool) -> Sequence | None:
+    def _admit_next(self, long: bool) -> RequestState | None:
         """Seat the next that waits, with pages for all that it has to compute. `long`: a long prompt may be next. None: nobody can be
         seated."""
-        if not self._line.seqs or not self._free_seats:
+        if not self._waiting_queue.reqs or not self._free_req_indices:
             return None
-        for seq in islice(self._line.order(self._prefixes.expected), LOOKS):
-            columns = self._prefixes.columns(seq)
+        for req in islice(self._waiting_queue.order(self._prefixes.expected), LOOKS):
+            columns = self._prefixes.columns(req)
             if columns is None:
                 continue
             # The last token always is computed: what follows it is unknown.
-            start = min(columns * self._pages.page_size, seq.prefill_end - 1)
-            if not long and self._is_long(seq, columns * self._pages.page_size):
+            start = min(columns * self._pages.page_size, req.prefill_end - 1)
+            if not long and self._is_long(req, columns * self._pages.page_size):
                 continue
             # With the rows of a verification this is no less than a victim of preemption gave up, of which an older request has
             # taken some: it cannot come back within the same plan, nor lack pages itself for the first span that decodes again.
-            held = self._pages.seat(seq.keys[:columns], start, to_compute(seq), seq.lookahead, self._reserved())
+            held = self._pages.seat(req.block_hashes[:columns], start, to_compute(req), req.num_lookahead_tokens, self._reserved())
             if held is None:
                 return None
-            seq.held, seq.grown, seq.shared = held, True, columns * self._pages.page_size
-            seq.state = self._pages.state_of(held)
-            seq.computed = seq.absorbed = seq.launched = seq.settled = start
-            if not seq.ran:
-                seq.cached, seq.ran = start, True
-            self._prefixes.seat(seq, columns)
-            seq.seat = heapq.heappop(self._free_seats)
-            self._line.seat(seq)
-            insort(self.running, seq, key=RANK)
-            return seq
+            req.blocks, req.has_new_blocks, req.num_shared_tokens = held, True, columns * self._pages.page_size
+            req.start_state = self._pages.state_of(held)
+            req.num_computed_tokens = req.num_stored_tokens = req.num_scheduled_tokens = req.num_state_tokens = start
+            if not req.has_run:
+                req.num_cached_tokens, req.has_run = start, True
+            self._prefixes.seat(req, columns)
+            req.req_idx = heapq.heappop(self._free_req_indices)
+            self._waiting_queue.admit(req)
+            insort(self.running, req, key=QUEUE_KEY)
+            return req
         return None
 
     def _reserved(self) -> int:
         """Pages that admission leaves for those that run."""
-        if self._service.reserved == 0 or not self.running:
+        if self._policy.reserved == 0 or not self.running:
             return 0
-        tokens = sum(min(seq.room, MOST_EXPECTED) for seq in self.running)
-        return self._pages.columns(int(self._service.reserved * tokens))
+        tokens = sum(min(req.num_free_tokens, MOST_EXPECTED) for req in self.running)
+        return self._pages.columns(int(self._policy.reserved * tokens))
 
     # ----------------------------------------------------------------------------------------------- pages
 
-    def _missing(self, seq: Sequence) -> list[int]:
+    def _missing_blocks(self, req: RequestState) -> list[int]:
         """Pages of each group that a running request lacks for its next span; empty: it has them. A prompt lacks none but those of
         windows that move on: admission took the others."""
-        tokens = len(seq.tokens) + useful_drafts(seq) if decodes(seq) else to_compute(seq)
-        if self._pages.has(seq.held, tokens + seq.lookahead):
+        tokens = len(req.tokens) + useful_drafts(req) if decodes(req) else to_compute(req)
+        if self._pages.has(req.blocks, tokens + req.num_lookahead_tokens):
             return []
-        return self._pages.missing(seq.held, seq.launched, tokens, seq.lookahead)
+        return self._pages.missing(req.blocks, req.num_scheduled_tokens, tokens, req.num_lookahead_tokens)
 
-    def _reserve(self) -> list[Sequence]:
+    def _allocate_blocks(self) -> list[RequestState]:
         """Give every request the pages of its next span, in order → those that decode. Without windows prompt chunks need none:
         admission took theirs."""
-        decoding = [seq for seq in self.running if decodes(seq)]
-        for seq in [seq for seq in self.running if not ends(seq)] if self._pages.windowed else decoding:
-            if seq.seat is not None:
+        decoding = [req for req in self.running if decodes(req)]
+        for req in [req for req in self.running if not ends(req)] if self._pages.windowed else decoding:
+            if req.req_idx is not None:
                 if self._pages.windowed:
                     # What its windows have left, and what others may find of that: pages get their keys when they are booked. The steps in
                     # flight still read them; but only later ones write to them, and the device works in their order.
-                    self._pages.advance(seq.held, seq.launched if seq.root is None else seq.computed)
-                self._extend(seq)
-        return [seq for seq in decoding if seq.seat is not None]
+                    self._pages.advance(req.blocks, req.num_scheduled_tokens if req.hash_root is None else req.num_computed_tokens)
+                self._allocate(req)
+        return [req for req in decoding if req.req_idx is not None]
 
-    def _extend(self, seq: Sequence) -> None:
-        missing = self._missing(seq)
+    def _allocate(self, req: RequestState) -> None:
+        missing = self._missing_blocks(req)
         if not missing:
             return
         while not self._pages.are_free(missing):
             # Ends: the pool holds the first request alone, and a request that turns out to be the last gives way itself.
-            if self._preempt_last() is seq:
+            if self._preempt_last() is req:
                 return
-        self._pages.extend(seq.held, missing)
-        seq.grown = True
+        self._pages.extend(req.blocks, missing)
+        req.has_new_blocks = True
 
-    def _preempt_last(self) -> Sequence:
-        seq = self.running.pop()
-        assert not seq.in_flight, "what it is getting would be lost"
-        self._unseat(seq)
-        seq.computed = seq.absorbed = seq.launched = seq.settled = 0
-        seq.drafts = seq.deferred = 0
-        self._line.add(seq)
+    def _preempt_last(self) -> RequestState:
+        req = self.running.pop()
+        assert not req.in_flight, "what it is getting would be lost"
+        self._unseat(req)
+        req.num_computed_tokens = req.num_stored_tokens = req.num_scheduled_tokens = req.num_state_tokens = 0
+        req.num_draft_tokens = req.num_deferred_tokens = 0
+        self._waiting_queue.add(req)
         self.preemptions += 1
-        return seq
+        return req
 
-    def _unseat(self, seq: Sequence, trusted: bool = True) -> None:
-        self._prefixes.leave(seq, trusted)
-        self._pages.release(seq.held)
-        seq.held = []
-        if seq.seat is not None:
-            heapq.heappush(self._free_seats, seq.seat)
-            seq.seat = None
+    def _unseat(self, req: RequestState, trusted: bool = True) -> None:
+        self._prefixes.leave(req, trusted)
+        self._pages.release(req.blocks)
+        req.blocks = []
+        if req.req_idx is not None:
+            heapq.heappush(self._free_req_indices, req.req_idx)
+            req.req_idx = None
 
     def forget(self) -> None:
         """Empty the prefix cache."""
@@ -290,91 +292,90 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------- commit
 
-    def commit(self, planned: Planned, result: StepResult) -> list[Outcome]:
+    def commit(self, planned: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         """Book a step. Requests that got neither tokens nor an end have no outcome. Raises ValueError, and changes nothing, for
         a result that does not fit the plan."""
         if self._tiers is not None:
-            self._tiers.book(result.transferred)
+            self._tiers.commit(result.transferred)
         spans = planned.plan.spans
         if len(result.spans) != len(spans):
             raise ValueError(f"{len(spans)} spans but {len(result.spans)} results")
         # What came of a request that has ended in the meantime is dropped unread.
-        given = [each for each in zip(planned.seqs, spans, result.spans, strict=True) if each[0].finish is None]
-        for seq, span, booked in given:
-            self._check(seq, span, booked)
-        kept = {each.seat: each for each in planned.plan.keeps}
-        outcomes = (self._book(*each, kept.get(each[1].seat)) for each in given)
-        return [outcome for outcome in outcomes if outcome.tokens or outcome.prompt_logprobs or outcome.seq.finish is not None]
+        given = [each for each in zip(planned.reqs, spans, result.spans, strict=True) if each[0].finish is None]
+        for req, span, booked in given:
+            self._check(req, span, booked)
+        kept = {each.req_idx: each for each in planned.plan.checkpoints}
+        outcomes = (self._book(*each, kept.get(each[1].req_idx)) for each in given)
+        return [outcome for outcome in outcomes if outcome.tokens or outcome.prompt_logprobs or outcome.req.finish is not None]
 
-    def fail(self, seqs: Seq[Sequence], error: str) -> list[Outcome]:
-        """End those of `seqs` that still live with an error."""
-        living = [seq for seq in seqs if seq.finish is None]
-        for seq in living:
-            self._end(seq, Finish.ERROR, error)
-        return [Outcome(seq, []) for seq in living]
+    def fail(self, reqs: Seq[RequestState], error: str) -> list[RequestOutput]:
+        """End those of `reqs` that still live with an error."""
+        living = [req for req in reqs if req.finish is None]
+        for req in living:
+            self._end(req, Finish.ERROR, error)
+        return [RequestOutput(req, []) for req in living]
 
-    def _check(self, seq: Sequence, span: SpanPlan, result: SpanResult) -> None:
-        tokens = result.accepted + 1 if span.samples else 0
-        fits = 0 <= result.accepted <= span.drafts and len(result.tokens) == tokens and 0 <= result.drafts <= self._max_drafts
+    def _check(self, req: RequestState, span: SpanPlan, result: SpanResult) -> None:
+        tokens = result.num_accepted_tokens + 1 if span.samples else 0
+        fits = (
+            0 <= result.num_accepted_tokens <= span.num_draft_tokens
+            and len(result.tokens) == tokens
+            and 0 <= result.num_draft_tokens <= self._max_drafts
+        )
         if not fits and result.error is None:
-            raise ValueError(f"the result of request {seq.id} does not fit its span: {result}")
+            raise ValueError(f"the result of request {req.id} does not fit its span: {result}")
 
-    def _book(self, seq: Sequence, span: SpanPlan, result: SpanResult, kept_state: KeptState | None) -> Outcome:
+    def _book(self, req: RequestState, span: SpanPlan, result: SpanResult, kept_state: StateCheckpoint | None) -> RequestOutput:
         proposal = Proposal(result.proposed, result.parents, [self._sources[who] for who in result.sources], result.path)
         if result.error is not None:
-            self._end(seq, Finish.ERROR, result.error)
-            return Outcome(seq, [], proposal=proposal)
-        kept, finish = until_stop(seq, result.tokens, self._eos_ids)
-        settled = seq.computed + span.length
-        if span.late:
-            seq.absorbed = seq.computed
-        seq.computed += span.length + result.accepted
-        if not span.deferred:
-            seq.absorbed = seq.computed
-        seq.launched += result.accepted
-        seq.ahead -= span.samples
-        if not seq.in_flight:
-            seq.drafts = result.drafts
-        seq.tokens += kept
-        scores = None if result.prompt_logprobs is None else result.prompt_logprobs[max(seq.prompt_scored - span.start, 0) :]
-        seq.prompt_scored = max(seq.prompt_scored, min(span.start + span.length, seq.prompt_len - 1))
-        self._prefixes.book(seq, settled, kept_state)
+            self._end(req, Finish.ERROR, result.error)
+            return RequestOutput(req, [], proposal=proposal)
+        kept, finish = until_stop(req, result.tokens, self._eos_ids)
+        settled = req.num_computed_tokens + span.num_tokens
+        if span.num_deferred_tokens:
+            req.num_stored_tokens = req.num_computed_tokens
+        req.num_computed_tokens += span.num_tokens + result.num_accepted_tokens
+        if not span.defers_kv:
+            req.num_stored_tokens = req.num_computed_tokens
+        req.num_scheduled_tokens += result.num_accepted_tokens
+        req.num_pending_outputs -= span.samples
+        if not req.in_flight:
+            req.num_draft_tokens = result.num_draft_tokens
+        req.tokens += kept
+        scores = None if result.prompt_logprobs is None else result.prompt_logprobs[max(req.num_scored_prompt_tokens - span.start, 0) :]
+        req.num_scored_prompt_tokens = max(req.num_scored_prompt_tokens, min(span.start + span.num_tokens, req.num_prompt_tokens - 1))
+        self._prefixes.commit(req, settled, kept_state)
         if finish is not None:
-            self._end(seq, finish)
-        assert finish is not None or seq.computed < len(seq.tokens) < seq.max_len
+            self._end(req, finish)
+        assert finish is not None or req.num_computed_tokens < len(req.tokens) < req.max_num_tokens
         logprobs = None if result.logprobs is None else result.logprobs[: len(kept)]
-        return Outcome(seq, kept, min(result.accepted, len(kept)), proposal, logprobs, scores or None)
+        return RequestOutput(req, kept, min(result.num_accepted_tokens, len(kept)), proposal, logprobs, scores or None)
 
-    def _end(self, seq: Sequence, finish: Finish, error: str | None = None) -> None:
-        seq.drafts, seq.finish, seq.error = 0, finish, error
-        if seq.seat is None:
-            self._line.remove(seq)
+    def _end(self, req: RequestState, finish: Finish, error: str | None = None) -> None:
+        req.num_draft_tokens, req.finish, req.error = 0, finish, error
+        if req.req_idx is None:
+            self._waiting_queue.remove(req)
         else:
-            self.running = [other for other in self.running if other is not seq]
-        self._unseat(seq, trusted=finish is not Finish.ERROR)
-        del self.live[seq.id]
+            self.running = [other for other in self.running if other is not req]
+        self._unseat(req, trusted=finish is not Finish.ERROR)
+        del self.live[req.id]
 
     # ------------------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
         """Raise unless pages, seats and queues agree; with no live request this means that every page and seat is free."""
         loading = [] if self._tiers is None else self._tiers.holders
-        self._pages.check_integrity([*(seq.held for seq in self.live.values()), *loading], self._prefixes.states)
-        seats = [seq.seat for seq in self.running if seq.seat is not None]
-        if sorted(seats + self._free_seats) != list(range(self._max_running)) or len(seats) != len(self.running):
-            raise RuntimeError(f"{len(self.running)} requests run in seats {sorted(seats)} while {sorted(self._free_seats)} are free")
-        if sorted(seq.id for seq in (*self.running, *self.waiting)) != sorted(self.live):
+        self._pages.check_integrity([*(req.blocks for req in self.live.values()), *loading], self._prefixes.states)
+        seats = [req.req_idx for req in self.running if req.req_idx is not None]
+        if sorted(seats + self._free_req_indices) != list(range(self._max_running)) or len(seats) != len(self.running):
+            raise RuntimeError(f"{len(self.running)} requests run in seats {sorted(seats)} while {sorted(self._free_req_indices)} are free")
+        if sorted(req.id for req in (*self.running, *self.waiting)) != sorted(self.live):
             raise RuntimeError("running and waiting requests are not the live ones")
-        if any(queue != sorted(queue, key=RANK) for queue in (self.running, self.waiting)):
+        if any(queue != sorted(queue, key=QUEUE_KEY) for queue in (self.running, self.waiting)):
             raise RuntimeError("running or waiting requests are out of order")
-        for seq in self.running:
-            columns = min(held.end for held in seq.held[: self._pages.dense])
-            if not seq.computed < len(seq.tokens) < seq.max_len or seq.launched > columns * self._pages.page_size:
-                raise RuntimeError(f"request {seq.id}: {seq.computed} of {len(seq.tokens)} tokens computed, pages of {columns} columns")
-            if not seq.absorbed <= seq.computed <= seq.absorbed + self.most_deferred or seq.deferred > self.most_deferred:
-                raise RuntimeError(f"request {seq.id}: {seq.absorbed} of {seq.computed} rows absorbed, {seq.deferred} deferred")
-            if seq.in_flight != (seq.launched > seq.computed) or seq.ahead < 0 or (seq.ahead and not seq.in_flight):
-                raise RuntimeError(f"request {seq.id}: {seq.launched} rows launched, {seq.computed} booked, {seq.ahead} tokens ahead")
-        for seq in self.waiting:
-            if seq.held or seq.seat is not None or seq.computed or seq.drafts:
-                raise RuntimeError(f"request {seq.id} waits but holds {seq.held} and seat {seq.seat}")
+        for req in self.running:
+            columns = min(held.end for held in req.blocks[: self._pages.dense])
+            req.check_counters(columns * self._pages.page_size, self.max_deferred_tokens)
+        for req in self.waiting:
+            if req.blocks or req.req_idx is not None or req.num_computed_tokens or req.num_draft_tokens:
+                raise RuntimeError(f"request {req.id} waits but holds {req.blocks} and seat {req.req_idx}")

@@ -4,82 +4,91 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from mtpserve.core.plan import Admission, NewPages, SpanPlan
-from mtpserve.core.sequence import Sequence
+from mtpserve.core.plan import NewPages, NewRequest, SpanPlan
+from mtpserve.core.request_state import RequestState
 
 
-def decodes(seq: Sequence) -> bool:
+def decodes(req: RequestState) -> bool:
     """All but the last token is computed, and it can have more."""
-    expected = seq.expected
-    return seq.launched == expected - 1 and expected < seq.max_len
+    expected = req.num_expected_tokens
+    return req.num_scheduled_tokens == expected - 1 and expected < req.max_num_tokens
 
 
-def ends(seq: Sequence) -> bool:
+def ends(req: RequestState) -> bool:
     """What is in flight fills its last place."""
-    return seq.expected >= seq.max_len
+    return req.num_expected_tokens >= req.max_num_tokens
 
 
-def useful_drafts(seq: Sequence) -> int:
+def useful_drafts(req: RequestState) -> int:
     # With room for r tokens: r - 1 drafts and the target's own token fill it.
-    return min(seq.drafts, seq.max_len - seq.expected - 1)
+    return min(req.num_draft_tokens, req.max_num_tokens - req.num_expected_tokens - 1)
 
 
-def to_compute(seq: Sequence) -> int:
+def to_compute(req: RequestState) -> int:
     """Tokens that a request without a seat, or with a part of its prompt computed, comes to by its first verification."""
-    return min(len(seq.tokens) + seq.reach + 1, seq.max_len)
+    return min(len(req.tokens) + req.num_write_ahead + 1, req.max_num_tokens)
 
 
-def next_span(seq: Sequence, length: int, drafts: int = 0) -> SpanPlan:
+def next_span(req: RequestState, length: int, drafts: int = 0) -> SpanPlan:
     """The request's next rows."""
-    assert seq.seat is not None
-    end, expected = seq.launched + length, seq.expected
+    assert req.req_idx is not None
+    end, expected = req.num_scheduled_tokens + length, req.num_expected_tokens
     samples = end == expected
-    drafts_next = samples or (expected > seq.prompt_len and end == expected - 1)
-    return SpanPlan(seq.seat, seq.launched, length, drafts, samples, drafts_next, seq.most if drafts_next else None)
+    drafts_next = samples or (expected > req.num_prompt_tokens and end == expected - 1)
+    return SpanPlan(
+        req.req_idx, req.num_scheduled_tokens, length, drafts, samples, drafts_next, req.max_draft_tokens if drafts_next else None
+    )
 
 
-def chunk(seq: Sequence, rows: int) -> SpanPlan:
+def chunk(req: RequestState, rows: int) -> SpanPlan:
     """The next committed tokens to compute, at most so many.
 
     fresh prompt   |=======|=======|====|      the last chunk reaches the end and samples
     recomputed     |=======|=======|===|x      stops before x, which it once sampled: x is verified with drafts, as it was
     """
-    return next_span(seq, min(seq.prefill_end - seq.launched, rows))
+    return next_span(req, min(req.prefill_end - req.num_scheduled_tokens, rows))
 
 
-def deferred(decoding: list[tuple[Sequence, SpanPlan]], want: int, most: int, beside: bool) -> list[tuple[Sequence, SpanPlan]]:
-    """Spans of requests that decode, told when a draft model absorbs their rows: while nothing is drafted in a later step, after `most`
-    rows or when drafts are wanted. `beside` prompts that are computed together with them, whose rows are absorbed with this step, only
-    those wait whose earlier rows do."""
-    drafted = late = full = False
-    for seq, span in decoding:
-        drafted, late, full = drafted or span.drafts > 0, late or seq.deferred > 0, full or seq.deferred == most
-    defers = want == 0 and not drafted
-    if not defers and not late:
+def deferred(
+    decoding: list[tuple[RequestState, SpanPlan]], draft_depth: int, max_deferred_tokens: int, beside_prompts: bool
+) -> list[tuple[RequestState, SpanPlan]]:
+    """Decides for each decoding span when the draft model stores the KV of its row: with this step, or with a later one.
+
+    draft_depth 0, no drafts to verify     defer, until a request has `max_deferred_tokens` such rows
+    drafts are wanted or verified          store all deferred rows now
+    `beside_prompts`                       the pass runs anyway: only requests that have deferred rows go on deferring
+    """
+    has_drafts = has_deferred = is_full = False
+    for req, span in decoding:
+        has_drafts = has_drafts or span.num_draft_tokens > 0
+        has_deferred = has_deferred or req.num_deferred_tokens > 0
+        is_full = is_full or req.num_deferred_tokens == max_deferred_tokens
+    may_defer = draft_depth == 0 and not has_drafts
+    if not may_defer and not has_deferred:
         return decoding
-    spans: list[tuple[Sequence, SpanPlan]] = []
-    for seq, span in decoding:
-        waits = defers and (not beside or (seq.deferred > 0 and not full))
-        rows = seq.deferred if full or not waits else 0
-        seq.deferred += waits - rows
-        spans.append((seq, replace(span, deferred=waits, late=rows) if waits or rows else span))
+    spans: list[tuple[RequestState, SpanPlan]] = []
+    for req, span in decoding:
+        defers = may_defer and (not beside_prompts or (req.num_deferred_tokens > 0 and not is_full))
+        num_rows = req.num_deferred_tokens if is_full or not defers else 0
+        req.num_deferred_tokens += defers - num_rows
+        spans.append((req, replace(span, defers_kv=defers, num_deferred_tokens=num_rows) if defers or num_rows else span))
     return spans
 
 
-def admission(seq: Sequence) -> Admission:
-    assert seq.seat is not None
-    return Admission(
-        seq.seat, seq.id, list(seq.tokens), seq.prompt_len, seq.computed, seq.max_len, seq.seed, seq.sampling, seq.bad_words,
-        seq.prediction, seq.depth, seq.shared, seq.coupled, seq.state,
+def admission(req: RequestState) -> NewRequest:
+    assert req.req_idx is not None
+    return NewRequest(
+        req.req_idx, req.id, list(req.tokens), req.num_prompt_tokens, req.num_computed_tokens, req.max_num_tokens, req.seed, req.sampling,
+        req.bad_words, req.prediction, req.max_depth, req.num_shared_tokens, req.coupled, req.start_state,
     )  # fmt: skip
 
 
-def new_pages(seq: Sequence, groups: int) -> list[NewPages]:
+def new_pages(req: RequestState, groups: int) -> list[NewPages]:
     """Those that no plan has named, of the first `groups` groups."""
-    assert seq.seat is not None
-    new, seq.grown = list[NewPages](), False
-    for group, held in enumerate(seq.held[:groups]):
+    assert req.req_idx is not None
+    new, req.has_new_blocks = list[NewPages](), False
+    for group, held in enumerate(req.blocks[:groups]):
         first, held.planned = max(held.planned, held.first), held.end
         if first < held.end:
-            new.append(NewPages(seq.seat, first, held.pages[first - held.first :], group))
+            new.append(NewPages(req.req_idx, first, held.pages[first - held.first :], group))
     return new

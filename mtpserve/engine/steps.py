@@ -8,22 +8,22 @@ import msgspec
 
 from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import Proposal, TokenLogprob
-from mtpserve.core.sequence import Sequence
+from mtpserve.core.request_state import RequestState
 
 
-class Planned(NamedTuple):
+class ScheduledStep(NamedTuple):
     """A plan, and whose its spans are: by the time of the result, their seats may be others'."""
 
     plan: StepPlan
-    seqs: list[Sequence]
+    reqs: list[RequestState]
 
 
-class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """What one step gave one request, surplus after a stop already dropped. `seq.finish` says whether it goes on."""
+class RequestOutput(msgspec.Struct, frozen=True, gc=False):
+    """What one step gave one request, surplus after a stop already dropped. `req.finish` says whether it goes on."""
 
-    seq: Sequence
+    req: RequestState
     tokens: list[int]
-    accepted: int = 0  # of `tokens`, from the front
+    num_accepted_tokens: int = 0  # of `tokens`, from the front
     proposal: Proposal = Proposal()  # the drafts that were verified
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None

@@ -114,15 +114,15 @@ class DFlashModel(nn.Module):
         self.trunk_head = shared_head(trunk, methods)
         self.selector = None if arch.selector is None else CandidateSelector(arch.selector, own, methods.draft)
 
-    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """What is committed has keys and values. Nobody gets the output."""
         x, rotation = self.hidden_norm(self.fc(features)), self.rope(positions)
         for layer, context in zip(self.blocks, contexts, strict=True):
             cast(DFlashLayer, layer).attention.store(x, rotation, context)
         return Hidden(x, None)
 
-    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
-        self.absorb(ids, positions, features, contexts)
+    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+        self.extend(ids, positions, features, contexts)
 
     def block(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context]) -> Hidden:
         x, residual = self.borrowed[0].embed(ids.flatten()), None

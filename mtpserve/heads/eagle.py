@@ -73,13 +73,13 @@ class EagleHead(nn.Module):
         self.rope = Rope(arch.rope, positions, dtype, None)
         self.trunk_head = shared_head(trunk, methods)
 
-    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         x = self.passed(len(self.blocks), ids, self.rope(positions), features, contexts)
         return Hidden(x, x)
 
-    step = absorb
+    step = extend
 
-    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
         rotation = self.rope(positions)
         x = self.passed(len(self.blocks) - 1, ids, rotation, features, contexts)
         cast(DecoderLayer, self.blocks[-1]).store(x, rotation, contexts[-1])

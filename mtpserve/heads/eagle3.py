@@ -158,7 +158,7 @@ class Eagle3Head(nn.Module):
         if tokens is not None and not (bool((tokens.diff() > 0).all()) and tokens[0] >= 0 and tokens[-1] < vocab):
             raise LoadError(f"d2t of the EAGLE-3 head must give ascending tokens below {vocab}")
 
-    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         return self.step(ids, positions, self.fused(features), contexts)
 
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
@@ -170,7 +170,7 @@ class Eagle3Head(nn.Module):
         normed, x = self.norm.add(x, residual)
         return Hidden(normed, normed if self.arch.norm_output else x)
 
-    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
         rotation, embedded, hidden = self.rope(positions), self.embedded(ids), self.fused(features)
         if len(contexts) == 1:
             self.first.store(embedded, hidden, rotation, contexts[0])

@@ -46,17 +46,17 @@ class StandaloneModel(nn.Module):
         own = self.model.arch.vocab
         return None if own >= self.vocab else torch.arange(own, device=self.model.norm.weight.device)
 
-    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         if self.model.arch.vocab < self.vocab:  # padding that the target has said
             ids = ids.clamp(max=self.model.arch.vocab - 1)
         return self.model.trunk(ids, positions, contexts, self.features)
 
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
-        return self.absorb(ids, positions, state, contexts)
+        return self.extend(ids, positions, state, contexts)
 
-    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
         """A layer's keys need the output of the one before it, so that nothing but the last layer's output could be left out."""
-        self.absorb(ids, positions, features, contexts)
+        self.extend(ids, positions, features, contexts)
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
         return self.model.logits(head)[:, : self.vocab]

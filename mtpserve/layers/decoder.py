@@ -143,15 +143,15 @@ class MTPHead(nn.Module):
         trunk = self.borrowed[0]
         self.run_layer = self.kernels.pack_fused_layer(trunk.embed, self.fusion, self.layer, self.norm or trunk.norm)
 
-    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """Its row at position p predicts token p + 2."""
         assert features is not None
         normed, x = self.run_layer(ids, features, self.borrowed[0].rope(positions), contexts)
         return Hidden(normed, x if self.arch.recycle == "pre" else normed)
 
-    step = absorb
+    step = extend
 
-    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
         assert features is not None
         self.run_layer.store(ids, features, self.borrowed[0].rope(positions), contexts)
 
@@ -188,7 +188,7 @@ class MTPModules(nn.Module):
         self.hidden, self.layers = arch.hidden, arch.layers[arch.num_layers :]
         self.features = Features(last=arch.mtp.hidden_in, rows=len(numbers), chained=arch.mtp.chained)
 
-    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         return self.step(ids, positions, features, contexts)
 
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
@@ -196,10 +196,10 @@ class MTPModules(nn.Module):
         assert state is not None
         first = self.fill_after(1, ids, positions, state, contexts)
         head = cast(MTPHead, self.depths[first])
-        out = head.absorb(ids, positions, state[:, : self.hidden], contexts[first : first + 1])
+        out = head.extend(ids, positions, state[:, : self.hidden], contexts[first : first + 1])
         return Hidden(out.head, state[:, : -self.hidden])
 
-    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
         assert features is not None
         self.fill_after(0, ids, positions, features, contexts)
 
@@ -208,16 +208,16 @@ class MTPModules(nn.Module):
         parts = state.split(self.hidden, -1)
         first = len(self.depths) - state.shape[1] // self.hidden
         for i, part in enumerate(parts[skipped:], first + skipped):
-            cast(MTPHead, self.depths[i]).fill(ids, positions, part, contexts[i : i + 1])
+            cast(MTPHead, self.depths[i]).store_kv(ids, positions, part, contexts[i : i + 1])
         return first
 
     def module(self, number: int, ids: Tensor, positions: Tensor, features: Tensor, contexts: Sequence[Context]) -> Hidden:
         """Of one of those that are chained: features [T, hidden] → its output, of which `features` is what the next one gets."""
-        return cast(MTPHead, self.depths[number]).absorb(ids, positions, features, contexts[number : number + 1])
+        return cast(MTPHead, self.depths[number]).extend(ids, positions, features, contexts[number : number + 1])
 
-    def fill_last(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: Sequence[Context]) -> None:
+    def store_last_kv(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: Sequence[Context]) -> None:
         """As `module`, for what later rows need of the last one's."""
-        cast(MTPHead, self.depths[-1]).fill(ids, positions, features, contexts[-1:])
+        cast(MTPHead, self.depths[-1]).store_kv(ids, positions, features, contexts[-1:])
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
         return cast(MTPHead, self.depths[depth]).logits(head, depth)

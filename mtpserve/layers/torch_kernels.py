@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mtpserve.cache.pool import store
 from mtpserve.core.arch.model import ClampedGate, MoEArch, Ungated
+from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.protocols.attention import Context
-from mtpserve.core.pulse import PULSE
 from mtpserve.layers import onednn
 from mtpserve.layers.kernels import (
     Embed,

@@ -11,77 +11,77 @@ import torch
 from torch import Tensor
 
 from mtpserve.cache.states import States
-from mtpserve.core.plan import Admission, NewPages
+from mtpserve.core.plan import NewPages, NewRequest
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.runtime.records import Record
+from mtpserve.runtime.device_requests import STOPS, DeviceRequests
+from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.rules import LogitRules, biases
-from mtpserve.runtime.sampling.sampling import SeatSampling
-from mtpserve.runtime.seats import STOPS, SeatTensors
+from mtpserve.runtime.sampling.sampling import SamplingState
 from mtpserve.runtime.transfer import bits, floats, staged
 
 INTEGERS = 9  # of a request, before its stop tokens
 NUMBERS = 6
 
 
-def seat(records: Seq[Record], pages: Seq[NewPages], seats: SeatTensors, sampling: SeatSampling) -> None:
-    """`records` are those of requests that were admitted just now."""
-    biased = [(record.seat, token, bias) for record in records if record.asks_bias for token, bias in biases(record).items()]
-    entries = [(each.group, each.seat, column, page) for each in pages for column, page in enumerate(each.pages, each.first)]
+def seat(requests: Seq[RunnerRequest], pages: Seq[NewPages], req_tensors: DeviceRequests, sampling: SamplingState) -> None:
+    """`requests` are those of requests that were admitted just now."""
+    biased = [(request.req_idx, token, bias) for request in requests if request.has_bias for token, bias in biases(request).items()]
+    entries = [(each.group, each.req_idx, column, page) for each in pages for column, page in enumerate(each.pages, each.first_block)]
     parts = iter(
         staged(
             [
                 [number for entry in entries for number in entry],
-                [record.seat for record in records],
-                [number for record in records for number in integers(record, seats.eos_ids)],
-                bits([number for record in records for number in numbers(record.sampling)]),
+                [request.req_idx for request in requests],
+                [number for request in requests for number in integers(request, req_tensors.eos_ids)],
+                bits([number for request in requests for number in numbers(request.sampling)]),
                 [row for row, _, _ in biased],
                 [token for _, token, _ in biased],
                 bits([bias for _, _, bias in biased]),
-                *(record.tokens for record in records),
-                *(record.admission.prediction for record in records),
+                *(request.tokens for request in requests),
+                *(request.new_request.prediction for request in requests),
             ],
-            seats.device,
+            req_tensors.device,
         )
     )
     if entries:
         groups, rows, columns, ids = next(parts).view(-1, 4).unbind(1)
-        seats.page_tables[groups, rows, columns] = ids
+        req_tensors.block_tables[groups, rows, columns] = ids
     else:
         next(parts)
-    if not records:
+    if not requests:
         return
-    seat_ids, whole, real = next(parts), next(parts).view(-1, INTEGERS + STOPS), floats(next(parts)).view(-1, NUMBERS)
-    seats.counts[:, seat_ids] = whole[:, :5].T
-    seats.stops[seat_ids] = whole[:, INTEGERS:]
-    seats.done.index_fill_(0, seat_ids, False)
-    sampling.integers[:, seat_ids] = whole[:, 5:7].T
-    sampling.coupled[seat_ids] = whole[:, 7].bool()
-    sampling.rules.least[seat_ids] = whole[:, 8]
-    sampling.numbers[:, seat_ids] = real[:, :3].T
-    sampling.rules.penalties[seat_ids] = real[:, 3:]
-    write_biases(sampling.rules, records, seat_ids, next(parts), next(parts), floats(next(parts)))
-    for record in records:
+    req_indices, whole, real = next(parts), next(parts).view(-1, INTEGERS + STOPS), floats(next(parts)).view(-1, NUMBERS)
+    req_tensors.counts[:, req_indices] = whole[:, :5].T
+    req_tensors.stops[req_indices] = whole[:, INTEGERS:]
+    req_tensors.done.index_fill_(0, req_indices, False)
+    sampling.integers[:, req_indices] = whole[:, 5:7].T
+    sampling.coupled[req_indices] = whole[:, 7].bool()
+    sampling.rules.least[req_indices] = whole[:, 8]
+    sampling.numbers[:, req_indices] = real[:, :3].T
+    sampling.rules.penalties[req_indices] = real[:, 3:]
+    write_biases(sampling.rules, requests, req_indices, next(parts), next(parts), floats(next(parts)))
+    for request in requests:
         tokens = next(parts)
-        seats.tokens[record.seat, : len(tokens)].copy_(tokens)
-        if record.asks_penalty:
-            sampling.rules.count(record.seat, tokens, record.prompt_len)
-    for record in records:
-        seats.predict(record.seat, next(parts))
+        req_tensors.tokens[request.req_idx, : len(tokens)].copy_(tokens)
+        if request.has_penalty:
+            sampling.rules.count(request.req_idx, tokens, request.num_prompt_tokens)
+    for request in requests:
+        req_tensors.predict(request.req_idx, next(parts))
 
 
-def start_states(admissions: Seq[Admission], states: States) -> None:
-    found = [each for each in admissions if each.state >= 0]
-    lists = [[each.seat for each in admissions], [each.computed for each in admissions]]
-    lists += [[each.state for each in found], [each.seat for each in found]]
+def start_states(new_requests: Seq[NewRequest], states: States) -> None:
+    found = [each for each in new_requests if each.start_state >= 0]
+    lists = [[each.req_idx for each in new_requests], [each.num_computed_tokens for each in new_requests]]
+    lists += [[each.start_state for each in found], [each.req_idx for each in found]]
     states.start(*staged(lists, states.computed.device))
 
 
-def integers(record: Record, eos_ids: Collection[int]) -> list[int]:
+def integers(request: RunnerRequest, eos_ids: Collection[int]) -> list[int]:
     """[INTEGERS + STOPS]"""
-    given, params = record.admission, record.sampling
+    given, params = request.new_request, request.sampling
     ends = [*(() if params.ignore_eos else eos_ids), *params.stop_token_ids]
     return [
-        *(len(given.tokens), given.computed, given.prompt_len, given.max_len, 0),
+        *(len(given.tokens), given.num_computed_tokens, given.num_prompt_tokens, given.max_num_tokens, 0),
         *(max(params.top_k, 0), given.seed),
         int(given.point_masses),
         params.min_tokens,
@@ -97,14 +97,16 @@ def numbers(params: SamplingParams) -> tuple[float, ...]:
     )
 
 
-def write_biases(rules: LogitRules, records: Seq[Record], seat_ids: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
-    asking = [record for record in records if record.asks_bias]
+def write_biases(
+    rules: LogitRules, requests: Seq[RunnerRequest], req_indices: Tensor, rows: Tensor, tokens: Tensor, values: Tensor
+) -> None:
+    asking = [request for request in requests if request.has_bias]
     if not asking and rules.bias is None:
         return
     bias = rules.bias_table()
-    bias.index_fill_(0, seat_ids, 0.0)
-    for record in asking:
-        if record.sampling.allowed_token_ids:
-            bias[record.seat].fill_(-torch.inf)
+    bias.index_fill_(0, req_indices, 0.0)
+    for request in asking:
+        if request.sampling.allowed_token_ids:
+            bias[request.req_idx].fill_(-torch.inf)
     if asking:
         bias[rows, tokens] = values

@@ -19,10 +19,10 @@ from torch.nn.functional import pad
 from mtpserve.attention.contexts import slots_of
 from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
-from mtpserve.core.batch import Batch, Hidden, Keep, Sampler, Verdict, Want
+from mtpserve.core.batch import Batch, DraftTargets, Hidden, Sampler, StateCheckpoints, VerifyOutput
 from mtpserve.core.plan import SpanPlan
-from mtpserve.runtime.records import Record
-from mtpserve.runtime.seats import SeatTensors
+from mtpserve.runtime.device_requests import DeviceRequests
+from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.transfer import staged
 
 Layout = tuple[tuple[int, int, bool], ...]  # per span: committed tokens, drafts, whether it samples
@@ -35,10 +35,10 @@ class RowLayout:
     row_span: Tensor  # [T]
     offset: Tensor  # [T]
     node: Tensor  # [T], 0 for committed rows
-    cu_q: Tensor  # [R+1]
-    length: Tensor  # [R], committed tokens
-    draft_count: Tensor  # [R]
-    last_row: Tensor  # [R]
+    query_start_loc: Tensor  # [R+1]
+    num_tokens: Tensor  # [R], committed tokens
+    num_draft_tokens: Tensor  # [R]
+    last_token_rows: Tensor  # [R]
     sample_rows: Tensor  # [R, K+1]
     samples: Tensor  # [R]
     widest: int
@@ -64,35 +64,37 @@ def row_layout(layout: Layout, device: torch.device, depth: int | None = None) -
         sample_rows += [last + min(i, drafts) for i in range(widest + 1)]
         ends.append(ends[-1] + width)
     lengths, counts, samples = ([int(span[i]) for span in layout] for i in range(3))
-    spans, offsets, nodes, cu_q, whole, count, lasts, sampled, sampling = staged(
+    spans, offsets, nodes, query_start_loc, whole, count, lasts, sampled, sampling = staged(
         [row_span, offset, node, ends, lengths, counts, last_row, sample_rows, samples], device
     )
     short = None if depth is None else row_layout(tuple((n, min(d, depth), s) for n, d, s in layout), device)
-    return RowLayout(spans, offsets, nodes, cu_q, whole, count, lasts, sampled.view(-1, widest + 1), sampling, widest, max(lengths), short)
+    return RowLayout(
+        spans, offsets, nodes, query_start_loc, whole, count, lasts, sampled.view(-1, widest + 1), sampling, widest, max(lengths), short
+    )
 
 
 def prompt_layout(lengths: Tensor, real: Tensor, rows: int) -> RowLayout:
     """lengths [P], `rows` in all, of prompts that end with this step; real [P]: 0 for a span that pads. Its rows are all its first one,
     so that nothing is longer than its seat."""
     ends, row = lengths.cumsum(0), torch.arange(rows, device=lengths.device)
-    cu_q = pad(ends, (1, 0))
+    query_start_loc = pad(ends, (1, 0))
     span = torch.searchsorted(ends, row, right=True)
     none, last = torch.zeros_like(lengths), ends - 1
-    offset = (row - cu_q[span]) * real[span]
-    return RowLayout(span, offset, torch.zeros_like(row), cu_q, lengths, none, last, last.unsqueeze(1), real, 0, rows, None)
+    offset = (row - query_start_loc[span]) * real[span]
+    return RowLayout(span, offset, torch.zeros_like(row), query_start_loc, lengths, none, last, last.unsqueeze(1), real, 0, rows, None)
 
 
 def mixed_layout(decoding: RowLayout, prompts: RowLayout) -> RowLayout:
     """One after the other. Drafts are chains. Logits of a prompt's last row are computed as often as those of a request that decodes."""
-    spans, rows = decoding.length.shape[0], decoding.row_span.shape[0]
+    spans, rows = decoding.num_tokens.shape[0], decoding.row_span.shape[0]
     return RowLayout(
         row_span=torch.cat([decoding.row_span, prompts.row_span + spans]),
         offset=torch.cat([decoding.offset, prompts.offset]),
         node=torch.cat([decoding.node, prompts.node]),
-        cu_q=torch.cat([decoding.cu_q, prompts.cu_q[1:] + rows]),
-        length=torch.cat([decoding.length, prompts.length]),
-        draft_count=torch.cat([decoding.draft_count, prompts.draft_count]),
-        last_row=torch.cat([decoding.last_row, prompts.last_row + rows]),
+        query_start_loc=torch.cat([decoding.query_start_loc, prompts.query_start_loc[1:] + rows]),
+        num_tokens=torch.cat([decoding.num_tokens, prompts.num_tokens]),
+        num_draft_tokens=torch.cat([decoding.num_draft_tokens, prompts.num_draft_tokens]),
+        last_token_rows=torch.cat([decoding.last_token_rows, prompts.last_token_rows + rows]),
         sample_rows=torch.cat([decoding.sample_rows, (prompts.sample_rows + rows).expand(-1, decoding.widest + 1)]),
         samples=torch.cat([decoding.samples, prompts.samples]),
         widest=decoding.widest,
@@ -102,48 +104,50 @@ def mixed_layout(decoding: RowLayout, prompts: RowLayout) -> RowLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """A batch as the host describes it: all that a step needs in addition to the seats. `trees`: the drafts of some request branch."""
+class BatchInputs:
+    """A batch as the host describes it: all that a step needs in addition to the seats. `has_trees`: the drafts of some request branch."""
 
     layout: RowLayout
-    seat_ids: Tensor  # [R]
+    req_indices: Tensor  # [R]
     draft_spans: Tensor | None  # [D]
-    want: Want
-    trees: bool
+    draft_targets: DraftTargets
+    has_trees: bool
     sampler: Sampler
     resumed: Tensor | None = None  # [N] spans that start right after pages of another request
     unstored: Tensor | None = None  # [N] spans whose first token is in such a page: it is computed again, and not stored
     predictions: tuple[Tensor, Tensor] | None = None  # see Batch
-    keep: Keep | None = None  # see Batch
+    checkpoints: StateCheckpoints | None = None  # see Batch
 
 
-def is_first(plan: SpanPlan, record: Record, lag: int | None) -> bool:
+def is_first(plan: SpanPlan, request: RunnerRequest, lag: int | None) -> bool:
     """Whether it is a request's first span, after pages that another one has computed or, with a lag of 0, after nothing."""
-    given = record.admission
-    return plan.start == given.computed and (plan.start < given.shared or lag == 0 or (lag is not None and given.shared > 0))
+    given = request.new_request
+    return plan.start == given.num_computed_tokens and (
+        plan.start < given.num_shared_tokens or lag == 0 or (lag is not None and given.num_shared_tokens > 0)
+    )
 
 
-def after_others(plans: Seq[SpanPlan], records: Seq[Record], lag: int | None) -> tuple[list[int], list[int]]:
-    """`Rows.resumed` and `Rows.unstored`. With a draft model of lag 0 the first row of every request is missing, too."""
+def after_others(plans: Seq[SpanPlan], requests: Seq[RunnerRequest], lag: int | None) -> tuple[list[int], list[int]]:
+    """`BatchInputs.resumed` and `BatchInputs.unstored`. With a draft model of lag 0 the first row of every request is missing, too."""
     resumed, unstored = list[int](), list[int]()
-    for r, (plan, record) in enumerate(zip(plans, records, strict=True)):
-        if is_first(plan, record, lag):
-            (unstored if plan.start < record.admission.shared else resumed).append(r)
+    for r, (plan, request) in enumerate(zip(plans, requests, strict=True)):
+        if is_first(plan, request, lag):
+            (unstored if plan.start < request.new_request.num_shared_tokens else resumed).append(r)
     return resumed, unstored
 
 
-def build(given: Rows, seats: SeatTensors) -> Batch:
+def build(given: BatchInputs, req_tensors: DeviceRequests) -> Batch:
     rows = given.layout
-    batch = place(rows, seats, given.seat_ids, given.sampler, given.draft_spans)
-    batch = batch._replace(resumed=given.resumed, predictions=given.predictions, keep=given.keep)
+    batch = place(rows, req_tensors, given.req_indices, given.sampler, given.draft_spans)
+    batch = batch._replace(resumed=given.resumed, predictions=given.predictions, checkpoints=given.checkpoints)
     batch = without_stores(batch, given.unstored)
-    if not given.trees or rows.widest == 0:
+    if not given.has_trees or rows.widest == 0:
         return batch
-    tree = seats.waiting_tree(given.seat_ids, rows.widest)
+    tree = req_tensors.waiting_tree(given.req_indices, rows.widest)
     # Siblings share a position, not a slot; a node sees its ancestors and what is committed.
-    root = batch.index[rows.last_row]
+    root = batch.token_indices[rows.last_token_rows]
     committed = rows.node == 0
-    positions = torch.where(committed, batch.index, root[rows.row_span] + tree.depths[rows.row_span, rows.node])
+    positions = torch.where(committed, batch.token_indices, root[rows.row_span] + tree.depths[rows.row_span, rows.node])
     bits = tree.ancestors[rows.row_span, rows.node].masked_fill(committed, -1)
     return batch._replace(positions=positions, tree=tree, tree_bits=bits, tree_start=root)
 
@@ -152,37 +156,50 @@ def without_stores(batch: Batch, spans: Tensor | None) -> Batch:
     """The first rows of these spans are stored in the page that pads batches."""
     if spans is None:
         return batch
-    return batch._replace(slots=batch.slots.index_fill(0, batch.cu_q[spans], batch.seats.spare_slots[0]), unstored=spans)
+    return batch._replace(
+        slot_mapping=batch.slot_mapping.index_fill(0, batch.query_start_loc[spans], batch.req_tensors.padding_slots[0]), unstored=spans
+    )
 
 
 def place(
-    rows: RowLayout, seats: SeatTensors, seat_ids: Tensor, sampler: Sampler, draft_spans: Tensor | None, start: Tensor | None = None
+    rows: RowLayout,
+    req_tensors: DeviceRequests,
+    req_indices: Tensor,
+    sampler: Sampler,
+    draft_spans: Tensor | None,
+    start: Tensor | None = None,
 ) -> Batch:
     """The rows of `rows` from `start` [R] on, or from what is computed, as if all drafts were chains."""
     # The host's counts are bounds.
-    placed = seats.place(seat_ids, rows.row_span, rows.offset, rows.cu_q, rows.draft_count, rows.samples, start)
+    placed = req_tensors.place(req_indices, rows.row_span, rows.offset, rows.query_start_loc, rows.num_draft_tokens, rows.samples, start)
     return Batch(
-        ids=placed.ids,
-        positions=placed.index,
-        index=placed.index,
-        slots=placed.slots,
-        row_seats=placed.row_seats,
-        seat_ids=seat_ids,
-        cu_q=rows.cu_q,
-        kv_len=placed.kv_len,
-        draft_count=placed.draft_count,
-        last_row=rows.last_row,
+        input_ids=placed.input_ids,
+        positions=placed.token_indices,
+        token_indices=placed.token_indices,
+        slot_mapping=placed.slot_mapping,
+        token_req_indices=placed.token_req_indices,
+        req_indices=req_indices,
+        query_start_loc=rows.query_start_loc,
+        seq_lens=placed.seq_lens,
+        num_draft_tokens=placed.num_draft_tokens,
+        last_token_rows=rows.last_token_rows,
         sample_rows=rows.sample_rows,
         samples=placed.samples,
         longest=rows.longest,
         draft_spans=draft_spans,
-        seats=seats,
+        req_tensors=req_tensors,
         sampler=sampler,
     )
 
 
 def compact(
-    rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, seats: SeatTensors, stores: Stores, states: States | None
+    rows: RowLayout,
+    batch: Batch,
+    hidden: Hidden,
+    verify_output: VerifyOutput,
+    req_tensors: DeviceRequests,
+    stores: Stores,
+    states: States | None,
 ) -> tuple[Batch, Hidden]:
     """Move what survived of every tree together, so that what follows sees chains: the trunk's KV, what waits for its states, and hidden
     states.
@@ -192,24 +209,26 @@ def compact(
     Called after the seats were advanced, with the chains' layout. A path shorter than the deepest repeats its last node: garbage after
     what counts.
     """
-    assert verdict.path is not None
-    depth = verdict.path.shape[1] - 1
-    start = batch.index[batch.cu_q[:-1]]
-    chained = place(rows, seats, batch.seat_ids, batch.sampler, batch.draft_spans, start)
+    assert verify_output.path is not None
+    depth = verify_output.path.shape[1] - 1
+    start = batch.token_indices[batch.query_start_loc[:-1]]
+    chained = place(rows, req_tensors, batch.req_indices, batch.sampler, batch.draft_spans, start)
     # The verdict has used up the drafts.
-    chained = chained._replace(draft_count=rows.draft_count, samples=batch.samples, resumed=batch.resumed, predictions=batch.predictions)
+    chained = chained._replace(
+        num_draft_tokens=rows.num_draft_tokens, samples=batch.samples, resumed=batch.resumed, predictions=batch.predictions
+    )
     chained = without_stores(chained, batch.unstored)
-    node = verdict.path[rows.row_span, rows.node]
-    old = batch.last_row[rows.row_span] + torch.where(rows.node > 0, node, rows.offset - rows.length[rows.row_span] + 1)
+    node = verify_output.path[rows.row_span, rows.node]
+    old = batch.last_token_rows[rows.row_span] + torch.where(rows.node > 0, node, rows.offset - rows.num_tokens[rows.row_span] + 1)
     # Node j was stored j slots after the root, and so will be the path's j-th.
-    deep = torch.arange(1, depth + 1, device=seats.device)
-    moved = deep <= verdict.accepted.unsqueeze(1)
-    root = batch.last_row.unsqueeze(1)
-    source, target = torch.where(moved, root + verdict.path[:, 1:], root), torch.where(moved, root + deep, root)
+    deep = torch.arange(1, depth + 1, device=req_tensors.device)
+    moved = deep <= verify_output.num_accepted_tokens.unsqueeze(1)
+    root = batch.last_token_rows.unsqueeze(1)
+    source, target = torch.where(moved, root + verify_output.path[:, 1:], root), torch.where(moved, root + deep, root)
     for group in stores.groups:
         slots = slots_of(batch, group)
         stores.move(group, slots[source], slots[target])
-    stores.move_entries(batch.seat_ids, verdict.path[:, 1:], batch.index[target], batch.slots[target], moved)
+    stores.move_entries(batch.req_indices, verify_output.path[:, 1:], batch.token_indices[target], batch.slot_mapping[target], moved)
     if states is not None:
-        states.move(batch.seat_ids, verdict.path[:, 1:])
+        states.move(batch.req_indices, verify_output.path[:, 1:])
     return chained, hidden.at(old)

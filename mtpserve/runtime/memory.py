@@ -215,7 +215,7 @@ def divided(shares: list[PageShare], total: int, running: int, page_size: int, w
 def deferred_rows(config: EngineConfig, arch: ModelArch) -> int:
     """Of each request. Layers with a window defer nothing, nor do chained ones: see engine/startup/assemble."""
     every = page_groups(arch.layers) == (None,) and not arch.features.chained
-    return draft_sizes(config.spec, config.scheduler.step_tokens).deferred if every else 0
+    return draft_sizes(config.spec, config.scheduler.step_tokens).max_deferred_tokens if every else 0
 
 
 def entries_of_nodes(config: EngineConfig, arch: ModelArch, sizes: TokenSizes) -> int:

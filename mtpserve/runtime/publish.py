@@ -9,11 +9,11 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Hidden, Logprobs, Verdict
+from mtpserve.core.batch import Batch, Hidden, Logprobs, VerifyOutput
 from mtpserve.core.plan import NOT_FINITE, SpanPlan, SpanResult
 from mtpserve.core.protocols.models import Trunk
 from mtpserve.core.request import TokenLogprob
-from mtpserve.runtime.records import Record
+from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.transfer import upload
 from mtpserve.spec.verify.logprobs import ranked
 
@@ -34,14 +34,14 @@ class Columns:
         return [1, 1, 1, self.accepted + 1, self.drafts, self.drafts, *((self.drafts, self.accepted + 1) if self.trees else (0, 0))]
 
 
-def result_columns(batch: Batch, verdict: Verdict) -> Columns:
-    """Of SeatTensors.result_table."""
-    return Columns(verdict.tokens.shape[1] - 1, batch.sample_rows.shape[1] - 1, batch.tree is not None)
+def result_columns(batch: Batch, verify_output: VerifyOutput) -> Columns:
+    """The columns of DeviceRequests.result_table."""
+    return Columns(verify_output.tokens.shape[1] - 1, batch.sample_rows.shape[1] - 1, batch.tree is not None)
 
 
 def results(
     spans: Seq[SpanPlan],
-    records: Seq[Record],
+    requests: Seq[RunnerRequest],
     columns: Columns,
     table: Tensor,
     waiting: Seq[int],
@@ -52,8 +52,8 @@ def results(
     left, ends = iter(waiting), list(accumulate(columns.widths))
     tokens, proposed, sources, parents, path = (slice(start, end) for start, end in pairwise(ends[2:]))
     made = []
-    for r, (span, record, row) in enumerate(zip(spans, records, table.tolist(), strict=False)):
-        (accepted, failed, size), alternatives = row[:3], record.sampling.logprobs
+    for r, (span, request, row) in enumerate(zip(spans, requests, table.tolist(), strict=False)):
+        (accepted, failed, size), alternatives = row[:3], request.sampling.logprobs
         if not span.samples:
             accepted = 0
         prompt = scored.get(r)
@@ -68,32 +68,32 @@ def results(
                 row[path][1 : accepted + 1] if columns.trees else list(range(1, accepted + 1)),
                 NOT_FINITE if failed else None,
                 None if alternatives is None or logprobs is None or not span.samples else listed(logprobs, r, accepted + 1, alternatives),
-                None if prompt is None else listed(prompt, 0, prompt.chosen.shape[1], record.sampling.prompt_logprobs or 0),
+                None if prompt is None else listed(prompt, 0, prompt.token_logprobs.shape[1], request.sampling.prompt_logprobs or 0),
             )
         )
     return made
 
 
 def listed(scores: Logprobs, row: int, count: int, top: int) -> list[TokenLogprob]:
-    chosen, ranks = scores.chosen[row, :count].tolist(), scores.ranks[row, :count].tolist()
+    chosen, ranks = scores.token_logprobs[row, :count].tolist(), scores.ranks[row, :count].tolist()
     ids, values = scores.top_ids[row, :count, :top].tolist(), scores.top[row, :count, :top].tolist()
     return [TokenLogprob(c, r, list(zip(i, v, strict=True))) for c, r, i, v in zip(chosen, ranks, ids, values, strict=True)]
 
 
-def prompt_logprobs(spans: Seq[SpanPlan], records: Seq[Record], hidden: Hidden, model: Trunk) -> dict[int, Logprobs]:
+def prompt_logprobs(spans: Seq[SpanPlan], requests: Seq[RunnerRequest], hidden: Hidden, model: Trunk) -> dict[int, Logprobs]:
     """For spans inside the prompt of requests that want them: of the token after each row, the raw logits' log-probability, as one request.
 
     The rows of a prompt that was preempted and comes again are scored again; the engine passes on what is new. SCORED rows at a time: the
     float32 logits of a whole chunk, and their copies, are gigabytes.
     """
     by_span, first = {}, 0
-    for r, (span, record) in enumerate(zip(spans, records, strict=True)):
-        top = record.sampling.prompt_logprobs
-        rows = min(span.start + span.length, record.prompt_len - 1) - span.start
+    for r, (span, request) in enumerate(zip(spans, requests, strict=True)):
+        top = request.sampling.prompt_logprobs
+        rows = min(span.start + span.num_tokens, request.num_prompt_tokens - 1) - span.start
         if top is not None and rows > 0:
-            after = upload([record.tokens[span.start + 1 : span.start + rows + 1]], hidden.head.device)
+            after = upload([request.tokens[span.start + 1 : span.start + rows + 1]], hidden.head.device)
             slices = zip(hidden.head[first : first + rows].split(SCORED), after.split(SCORED, 1), strict=True)
             scored = [ranked(model.logits(part).log_softmax(-1).unsqueeze(0), tokens, top) for part, tokens in slices]
             by_span[r] = Logprobs(*(torch.cat([getattr(part, field.name) for part in scored], 1) for field in fields(Logprobs)))
-        first += span.width
+        first += span.num_rows
     return by_span

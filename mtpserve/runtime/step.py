@@ -13,12 +13,12 @@ from torch import Tensor
 
 from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
-from mtpserve.core.batch import Batch, Drafts, Hidden, Sampler, Verdict
+from mtpserve.core.batch import Batch, Drafts, Hidden, Sampler, VerifyOutput
 from mtpserve.core.protocols.attention import AttentionBackend
 from mtpserve.core.protocols.models import Drafter, Trunk
-from mtpserve.runtime.inputs import RowLayout, Rows, build, compact, place
+from mtpserve.runtime.device_requests import DeviceRequests
+from mtpserve.runtime.inputs import BatchInputs, RowLayout, build, compact, place
 from mtpserve.runtime.publish import Columns, result_columns
-from mtpserve.runtime.seats import SeatTensors
 from mtpserve.spec.verify.accept import LOSSLESS, Decide, accept
 from mtpserve.spec.verify.thresholds import Thresholds
 
@@ -28,7 +28,7 @@ class Computed(NamedTuple):
 
     batch: Batch
     hidden: Hidden
-    verdict: Verdict
+    verdict: VerifyOutput
     columns: Columns
     table: Tensor  # what the host gets
 
@@ -52,45 +52,45 @@ class Step:
     `mark` is called after each part, with its name, for measurements: runtime/graphs/parts."""
 
     def __init__(
-        self, model: Trunk, attention: AttentionBackend, stores: Stores, drafter: Drafter, seats: SeatTensors, *,
+        self, model: Trunk, attention: AttentionBackend, stores: Stores, drafter: Drafter, req_tensors: DeviceRequests, *,
         states: States | None = None, thresholds: Thresholds = LOSSLESS, processed_logprobs: bool = False, decide: Decide | None = None,
     ) -> None:  # fmt: skip
         self.states = states
-        self.model, self.attention, self.stores, self.drafter, self.seats = model, attention, stores, drafter, seats
+        self.model, self.attention, self.stores, self.drafter, self.seats = model, attention, stores, drafter, req_tensors
         self.thresholds, self.processed_logprobs, self.decide = thresholds, processed_logprobs, decide
         self.mark: Callable[[str], None] = unmarked
 
-    def catch_up(self, layout: RowLayout, seat_ids: Tensor, sampler: Sampler) -> None:
+    def store_deferred_kv(self, layout: RowLayout, req_indices: Tensor, sampler: Sampler) -> None:
         """The draft model absorbs the last rows of these seats, of which steps have deferred that."""
         # What has ended is not to be written to: its pages may be others'.
-        seat_ids = seat_ids.masked_fill(self.seats.done[seat_ids], self.seats.padding)
-        start = (self.seats.computed[seat_ids] - layout.length).clamp(min=0)
-        self.drafter.catch_up(place(layout, self.seats, seat_ids, sampler, None, start))
+        req_indices = req_indices.masked_fill(self.seats.done[req_indices], self.seats.padding)
+        start = (self.seats.num_computed_tokens[req_indices] - layout.num_tokens).clamp(min=0)
+        self.drafter.store_deferred_kv(place(layout, self.seats, req_indices, sampler, None, start))
 
-    def forward(self, rows: Rows) -> Computed:
+    def forward(self, rows: BatchInputs) -> Computed:
         """Everything that the host wants to know: its copy can start before the drafting."""
-        seats = self.seats
-        batch = build(rows, seats)
+        req_tensors = self.seats
+        batch = build(rows, req_tensors)
         self.mark("host")
-        hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch), self.drafter.features)
+        hidden = self.model.trunk(batch.input_ids, batch.positions, self.attention.plan(batch), self.drafter.features)
         logits = self.model.logits(sample_hidden(hidden.head, batch)).unflatten(0, batch.sample_rows.shape)
         self.mark("verify")
-        verdict = accept(logits, batch, self.drafter.sizes.depth, self.thresholds, self.processed_logprobs, self.decide)
-        table = seats.result_table(batch, verdict)
+        verify_output = accept(logits, batch, self.drafter.sizes.depth, self.thresholds, self.processed_logprobs, self.decide)
+        table = req_tensors.result_table(batch, verify_output)
         self.mark("accept")
-        return Computed(batch, hidden, verdict, result_columns(batch, verdict), table)
+        return Computed(batch, hidden, verify_output, result_columns(batch, verify_output), table)
 
-    def propose(self, rows: Rows, done: Computed) -> Drafts | None:
+    def propose(self, rows: BatchInputs, done: Computed) -> Drafts | None:
         self.mark("host")
-        batch, hidden, verdict = done.batch, done.hidden, done.verdict
-        batch.sampler.advance(batch, verdict)
-        self.seats.advance(batch, verdict)
-        if verdict.path is not None:
+        batch, hidden, verify_output = done.batch, done.hidden, done.verdict
+        batch.sampler.advance(batch, verify_output)
+        self.seats.advance(batch, verify_output)
+        if verify_output.path is not None:
             assert rows.layout.compacted is not None
-            batch, hidden = compact(rows.layout.compacted, batch, hidden, verdict, self.seats, self.stores, self.states)
+            batch, hidden = compact(rows.layout.compacted, batch, hidden, verify_output, self.seats, self.stores, self.states)
         self.mark("accept")
-        drafts = self.drafter.draft(batch, hidden, verdict, rows.want)
+        drafts = self.drafter.draft(batch, hidden, verify_output, rows.draft_targets)
         self.mark("draft")
-        seat_ids = batch.drafted(batch.seat_ids)
-        self.seats.hold(seat_ids, drafts, rows.trees)
+        req_indices = batch.drafted(batch.req_indices)
+        self.seats.store_drafts(req_indices, drafts, rows.has_trees)
         return drafts

@@ -11,7 +11,7 @@ import torch
 from mtpserve.config import SpecConfig
 from mtpserve.config.drafters import DRAFTERS
 from mtpserve.core.arch.model import Features
-from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
+from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, VerifyOutput
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols.models import Drafter, DraftModel, Trunk
@@ -45,7 +45,7 @@ class DraftersByShape:
             speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk, speculative_num_draft_tokens=shape.nodes + 1,
         )  # fmt: skip
         sizes = draft_sizes(spec, self.budget)
-        sizes = replace(sizes, free=min(sizes.free, self.largest.free), deferred=self.largest.deferred)
+        sizes = replace(sizes, free=min(sizes.free, self.largest.free), max_deferred_tokens=self.largest.max_deferred_tokens)
         if not self.largest.holds(sizes):
             raise ConfigError(f"{shape} drafts more than the engine was built for: {self.largest}")
         return make_drafter(spec, sizes, self.passes)
@@ -59,10 +59,10 @@ class NullDrafter:
     coupled = False
     graph_safe = True
 
-    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
         return None
 
-    def catch_up(self, batch: Batch) -> None:
+    def store_deferred_kv(self, batch: Batch) -> None:
         """There is no draft model."""
 
 

@@ -10,9 +10,9 @@ from mtpserve_kernels.cpu.accept import accept, argmax, draw, sampling_of
 from torch import Tensor
 
 from mtpserve.attention.cpu import CPUAttention
-from mtpserve.core.batch import Batch, Hidden, Sampler, Verdict
+from mtpserve.core.batch import Batch, Hidden, Sampler, VerifyOutput
+from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.protocols.models import DraftModel
-from mtpserve.core.pulse import PULSE
 from mtpserve.layers.decoder import MTPHead
 from mtpserve.layers.devices.cpu_kernels import FusedStack, PanelMatrix, contexts_of
 from mtpserve.layers.embedding import Embedding
@@ -29,13 +29,13 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
     return Decision(tokens, accepted, None if batch.tree is None else path, failed)
 
 
-def propose(logits: Tensor, seat_ids: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:
+def propose(logits: Tensor, req_indices: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:
     """See propose.propose."""
     if sampler.all_greedy:
         return argmax(logits)
     cuts = sampler.parameters
     return draw(
-        logits, seat_ids, index, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed,
+        logits, req_indices, index, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed,
         None if sampler.all_coupled else cuts.coupled, q,
     )  # fmt: skip
 
@@ -49,22 +49,22 @@ class DescribedChain:
     group: int = 0  # of the pages that its rows are stored in
 
 
-def draft_chain(passes: DraftPasses, batch: Batch, hidden: Hidden, verdict: Verdict, steps: int) -> tuple[Tensor, Tensor | None]:
+def draft_chain(passes: DraftPasses, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, steps: int) -> tuple[Tensor, Tensor | None]:
     """spec.passes.DraftChain. Chains of other draft models, and those of requests with rules, are drafted one by one."""
     known: DescribedChain | None = passes.described
     if known is None or known.model is not passes.model:
         known = passes.described = described(passes)
-    sampler, seats, features = batch.sampler, batch.seats, hidden.features
+    sampler, req_tensors, features = batch.sampler, batch.req_tensors, hidden.features
     if known.chain is None or features is None or sampler.has_rules:
-        return one_by_one(passes, batch, hidden, verdict, steps)
-    rows, last, seat_ids = passes.after(batch, features), passes.last(batch, verdict), batch.drafted(batch.seat_ids)
-    given = chain.StepRows(rows.ids, rows.index, rows.slots, rows.seat_ids, rows.cu_q, rows.kv_len)
+        return one_by_one(passes, batch, hidden, verify_output, steps)
+    rows, last, req_indices = passes.after(batch, features), passes.last(batch, verify_output), batch.drafted(batch.req_indices)
+    given = chain.StepRows(rows.input_ids, rows.token_indices, rows.slot_mapping, rows.req_indices, rows.query_start_loc, rows.seq_lens)
     cuts, sampling = sampler.parameters, None
     if not sampler.all_greedy:
         of_each = None if sampler.all_coupled else cuts.coupled
         sampling = sampling_of(cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, of_each)
     PULSE.beat()
-    where = last, passes.splits(rows, last), seat_ids, seats.length, seats.page_tables[known.group]
+    where = last, passes.splits(rows, last), req_indices, req_tensors.num_tokens, req_tensors.block_tables[known.group]
     drawn = not sampler.all_greedy and not sampler.all_coupled
     return chain.drafts(known.chain, steps, given, features, *where, sampling, drawn)
 

@@ -16,13 +16,13 @@ def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:
         return DraftSizes()
     return DraftSizes(
         steps=spec.steps,
-        proposed=spec.nodes,
+        num_proposed=spec.nodes,
         # A tree's frontiers, topk nodes each, occupy consecutive slots.
         written=max(spec.nodes, spec.topk * (spec.steps - 1), spec.steps + 1 if spec.drafter in BLOCKS else 0),
         free=min(FREE_DRAFTS, max(budget - spec.nodes - 1, 0)),
         always_free=spec.drafter is not None and spec.ngram,
         trees=spec.topk > 1,
-        deferred=DEFERRED if spec.drafter is not None else 0,
+        max_deferred_tokens=DEFERRED if spec.drafter is not None else 0,
     )
 
 

@@ -15,7 +15,7 @@ from itertools import product
 from random import Random
 from statistics import mean
 
-from mtpserve.engine.steps import Planned
+from mtpserve.engine.steps import ScheduledStep
 from mtpserve.tools.simulate.costs import StepCost
 from mtpserve.tools.simulate.simulator import Simulation
 from mtpserve.tools.simulate.traces import TraceConversation, TraceTurn
@@ -37,10 +37,10 @@ def work(
     random, done, prompts = Random(seed), list[tuple[float, float]](), 0
     worth = cost.row * batch / cost.seconds(batch, 0, 0)
 
-    def see(simulation: Simulation, planned: Planned) -> None:
+    def see(simulation: Simulation, planned: ScheduledStep) -> None:
         nonlocal prompts
         done.append((simulation.now, simulation.result.output_tokens + worth * prompts))
-        prompts += sum(span.length for span in planned.plan.spans if span.length > 1)
+        prompts += sum(span.num_tokens for span in planned.plan.spans if span.num_tokens > 1)
         if simulation.now > times[-1]:
             raise Over
 

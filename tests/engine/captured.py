@@ -16,20 +16,20 @@ class Captured(Simulation):
     apart = False
 
     def _duration(self, plan: StepPlan) -> tuple[int, float]:
-        prompts = [span for span in plan.spans if span.length > 1]
-        decoding = [span for span in plan.spans if span.length == 1]
-        deepest = max([passes_of(plan), *(span.drafts for span in decoding)])
+        prompts = [span for span in plan.spans if span.num_tokens > 1]
+        decoding = [span for span in plan.spans if span.num_tokens == 1]
+        deepest = max([passes_of(plan), *(span.num_draft_tokens for span in decoding)])
         depth = next(depth for depth in (0, *CAPTURED) if depth >= deepest)
-        late = sum(span.late for span in plan.spans)
+        late = sum(span.num_deferred_tokens for span in plan.spans)
         if not self.apart:
-            lengths = [1 + depth] * len(decoding) + [span.length for span in prompts]
+            lengths = [1 + depth] * len(decoding) + [span.num_tokens for span in prompts]
             absorbed = [late, sum(lengths) if depth or prompts else 0]
             return self._part([span.start for span in [*decoding, *prompts]], lengths, depth, absorbed)
         taken = [
             self._part([span.start for span in spans], lengths, passes, absorbed)
             for spans, lengths, passes, absorbed in (
                 (decoding, [1 + depth] * len(decoding), depth, [late, len(decoding) * (1 + depth) * (depth > 0)]),
-                (prompts, [span.length for span in prompts], passes_of(plan), [sum(span.length for span in prompts)]),
+                (prompts, [span.num_tokens for span in prompts], passes_of(plan), [sum(span.num_tokens for span in prompts)]),
             )
             if spans
         ]

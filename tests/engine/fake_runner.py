@@ -18,7 +18,7 @@ from functools import partial
 
 from mtpserve.core.batch import Source
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.plan import NOT_FINITE, Admission, SpanPlan, SpanResult, StepPlan, StepResult, Transfer, Transferred
+from mtpserve.core.plan import NOT_FINITE, NewRequest, SpanPlan, SpanResult, StepPlan, StepResult, Transfer, Transferred
 
 
 def draw(*key: object, below: int) -> int:
@@ -43,7 +43,7 @@ def greedy_text(prompt: list[int], count: int, vocab: int) -> list[int]:
 class Seat:
     """What the device keeps of one running request, and what its host has been told of it."""
 
-    admission: Admission
+    admission: NewRequest
     tokens: list[int]
     computed: int = 0
     drafts: list[int] = field(default_factory=list)
@@ -110,7 +110,7 @@ class FakeRunner:
         accuracy: float = 0.7, seed: int = 0, noisy: bool = False,
     ) -> None:  # fmt: skip
         self.max_drafts = max_drafts
-        self.sizes = DraftSizes(steps=max_drafts, proposed=max_drafts, written=max_drafts)
+        self.sizes = DraftSizes(steps=max_drafts, num_proposed=max_drafts, written=max_drafts)
         self.page_size = page_size
         self.vocab = vocab
         self.accuracy = accuracy
@@ -134,33 +134,36 @@ class FakeRunner:
         self.while_running: Callable[[], None] = lambda: None  # called in the middle of each step
 
     def launch(self, plan: StepPlan) -> FakeStep:
-        assert plan.want <= self.max_drafts
+        assert plan.draft_depth <= self.max_drafts
         self._transfer(plan.transfers)
-        for admission in plan.admissions:
-            assert admission.tokens and any(span.seat == admission.seat for span in plan.spans)
+        for new_request in plan.new_requests:
+            assert new_request.tokens and any(span.req_idx == new_request.req_idx for span in plan.spans)
             # Found in the cache is what whole pages have; of these one token may be computed again, so that something is.
-            assert admission.shared % self.page_size == 0 and admission.computed in (admission.shared, admission.shared - 1)
+            assert new_request.num_shared_tokens % self.page_size == 0 and new_request.num_computed_tokens in (
+                new_request.num_shared_tokens,
+                new_request.num_shared_tokens - 1,
+            )
             tables: list[dict[int, int]] = [{} for _ in self.windows]
-            tokens = list(admission.tokens)
-            self.seats[admission.seat] = Seat(admission, tokens, admission.computed, pages=tables, seen=len(tokens))
-        for new in plan.pages:
-            seat = self.seats[new.seat]
-            table = seat.pages[new.group]
-            assert new.pages and any(span.seat == new.seat for span in plan.spans)
+            tokens = list(new_request.tokens)
+            self.seats[new_request.req_idx] = Seat(new_request, tokens, new_request.num_computed_tokens, pages=tables, seen=len(tokens))
+        for new in plan.new_pages:
+            req_idx = self.seats[new.req_idx]
+            table = req_idx.pages[new.group]
+            assert new.pages and any(span.req_idx == new.req_idx for span in plan.spans)
             # From the next column on, or earlier: what others have computed takes the place of its own.
-            assert new.first <= max(table) + 1 if table else self.windows[new.group] is not None or new.first == 0
-            fresh = [page for column, page in enumerate(new.pages, new.first) if self._is_own(seat, table.get(column), column)]
-            table.update(enumerate(new.pages, new.first))
+            assert new.first_block <= max(table) + 1 if table else self.windows[new.group] is not None or new.first_block == 0
+            fresh = [page for column, page in enumerate(new.pages, new.first_block) if self._is_own(req_idx, table.get(column), column)]
+            table.update(enumerate(new.pages, new.first_block))
             self.queue.append(partial(self._forget, new.group, fresh))
-        given = [Given(span, self.seats[span.seat], [dict(table) for table in self.seats[span.seat].pages]) for span in plan.spans]
+        given = [Given(span, self.seats[span.req_idx], [dict(table) for table in self.seats[span.req_idx].pages]) for span in plan.spans]
         self._check_apart(given)
-        self.steps.append([(each.seat.admission.id, each.span.start, each.span.length, each.span.drafts) for each in given])
+        self.steps.append([(each.seat.admission.id, each.span.start, each.span.num_tokens, each.span.num_draft_tokens) for each in given])
         for each in given:
             self._check(each)
             each.seat.unread += 1
         step = FakeStep(self, given)
         raises = len(self.steps) in self.raise_at
-        self.queue.append(lambda: self._execute(step, plan.want, raises))
+        self.queue.append(lambda: self._execute(step, plan.draft_depth, raises))
         return step
 
     def _transfer(self, transfers: Sequence[Transfer]) -> None:
@@ -210,19 +213,19 @@ class FakeRunner:
         while step.made is None and step.error is None:
             self.queue.popleft()()
 
-    def _execute(self, step: FakeStep, want: int, raises: bool) -> None:
+    def _execute(self, step: FakeStep, draft_depth: int, raises: bool) -> None:
         made = []
         for row, each in enumerate(step.given):
             if raises and row >= len(step.given) // 2:
                 step.error = self.fault
                 return
-            made.append(self._run(each, want))
+            made.append(self._run(each, draft_depth))
         self.while_running()
         step.made = StepResult(made)
 
-    def _is_own(self, seat: Seat, before: int | None, column: int) -> bool:
+    def _is_own(self, req_idx: Seat, before: int | None, column: int) -> bool:
         """Whether a page that a plan names is a new one, to which nothing was written yet."""
-        return before is None and column * self.page_size >= seat.admission.shared
+        return before is None and column * self.page_size >= req_idx.admission.num_shared_tokens
 
     def _check_apart(self, given: list[Given]) -> None:
         """A page to which a span may write is in no other's table."""
@@ -233,20 +236,20 @@ class FakeRunner:
             ]
             readers = Counter(page for table in tables for page in table.values())
             for each, table in zip(given, tables, strict=True):
-                first = max(each.span.start, each.seat.admission.shared) // self.page_size
+                first = max(each.span.start, each.seat.admission.num_shared_tokens) // self.page_size
                 assert all(readers[page] == 1 for column, page in table.items() if column >= first), "a page has two holders"
-        assert len({each.span.seat for each in given}) == len(given)
+        assert len({each.span.req_idx for each in given}) == len(given)
 
     def _check(self, given: Given) -> None:
-        span, seat = given.span, given.seat
-        assert span.length >= 1 and span.drafts <= self.max_drafts and (span.samples or span.drafts == 0)
-        assert seat.seen < seat.admission.max_len, "its end was read"
-        assert not (self.lockstep(seat) and seat.unread), "the host had no say"
+        span, req_idx = given.span, given.seat
+        assert span.num_tokens >= 1 and span.num_draft_tokens <= self.max_drafts and (span.samples or span.num_draft_tokens == 0)
+        assert req_idx.seen < req_idx.admission.max_num_tokens, "its end was read"
+        assert not (self.lockstep(req_idx) and req_idx.unread), "the host had no say"
         beyond = 2 * (self.max_drafts + 1) if span.drafts_next else 0
-        assert all((max(table) + 1) * self.page_size >= span.start + span.width + beyond for table in given.pages)
+        assert all((max(table) + 1) * self.page_size >= span.start + span.num_rows + beyond for table in given.pages)
 
-    def lockstep(self, seat: Seat) -> bool:
-        return self.processors or seat.admission.sampling.grammar is not None
+    def lockstep(self, req_idx: Seat) -> bool:
+        return self.processors or req_idx.admission.sampling.grammar is not None
 
     def _low(self, window: int | None, start: int) -> int:
         """The first column that a row at `start` sees."""
@@ -273,36 +276,36 @@ class FakeRunner:
         assert all(seen == read[len(read) - len(seen) :] for seen in windows), "a window shows another text"
         return read
 
-    def _run(self, given: Given, want: int) -> SpanResult:
-        span, seat, pages = given.span, given.seat, given.pages
-        admission = seat.admission
-        if admission.id in self.refuse_ids:
+    def _run(self, given: Given, draft_depth: int) -> SpanResult:
+        span, req_idx, pages = given.span, given.seat, given.pages
+        new_request = req_idx.admission
+        if new_request.id in self.refuse_ids:
             return SpanResult([], 0, 0, error="the engine could not start this request: ValueError")
-        assert span.start <= seat.computed and (span.samples or span.start == seat.computed)
-        room = admission.max_len - len(seat.tokens)
-        proposed = seat.drafts[: max(room - 1, 0)] if span.samples else []
-        assert len(proposed) <= span.drafts or room <= 0, "drafts were trimmed"
-        start = seat.computed
-        rows = seat.tokens[start : start + span.length] + proposed
+        assert span.start <= req_idx.computed and (span.samples or span.start == req_idx.computed)
+        room = new_request.max_num_tokens - len(req_idx.tokens)
+        proposed = req_idx.drafts[: max(room - 1, 0)] if span.samples else []
+        assert len(proposed) <= span.num_draft_tokens or room <= 0, "drafts were trimmed"
+        start = req_idx.computed
+        rows = req_idx.tokens[start : start + span.num_tokens] + proposed
         for i, token in enumerate(rows, start):
-            if i >= admission.shared:
+            if i >= new_request.num_shared_tokens:
                 self._store(pages, i, token)
-        committed = self._verify(admission.seed, pages, start + span.length, proposed) if span.samples else []
+        committed = self._verify(new_request.seed, pages, start + span.num_tokens, proposed) if span.samples else []
         accepted = max(len(committed) - 1, 0)
-        seat.computed = start + span.length + accepted
-        seat.tokens += committed
-        seat.drafts = self._propose(seat.tokens, want) if span.drafts_next else []
-        for i in range(len(seat.drafts)):  # drafting writes too, after what is committed
-            self._store(pages, seat.computed + i, -1)
+        req_idx.computed = start + span.num_tokens + accepted
+        req_idx.tokens += committed
+        req_idx.drafts = self._propose(req_idx.tokens, draft_depth) if span.drafts_next else []
+        for i in range(len(req_idx.drafts)):  # drafting writes too, after what is committed
+            self._store(pages, req_idx.computed + i, -1)
         return SpanResult(
             committed,
             accepted,
-            len(seat.drafts),
+            len(req_idx.drafts),
             proposed,
             parents=list(range(len(proposed))),
             sources=[int(Source.MODEL)] * len(proposed),
             path=list(range(1, accepted + 1)),
-            error=NOT_FINITE if admission.id in self.fail_ids and span.samples else None,
+            error=NOT_FINITE if new_request.id in self.fail_ids and span.samples else None,
         )
 
     def _verify(self, seed: int, pages: list[dict[int, int]], end: int, proposed: list[int]) -> list[int]:
@@ -324,9 +327,9 @@ class FakeRunner:
             return draft
         return draw("sample", seed, history, draft, below=self.vocab)
 
-    def _propose(self, tokens: list[int], want: int) -> list[int]:
+    def _propose(self, tokens: list[int], draft_depth: int) -> list[int]:
         history = list(tokens)
-        for _ in range(want):
+        for _ in range(draft_depth):
             right = draw("draft", self.seed, history, below=1000) < 1000 * self.accuracy
             history.append((next_token(history, self.vocab) + (0 if right else 1)) % self.vocab)
         return history[len(tokens) :]

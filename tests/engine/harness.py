@@ -35,7 +35,7 @@ class Bench:
         self,
         *,
         drafts: int = 3,
-        want: int | None = None,
+        draft_depth: int | None = None,
         pages: int | tuple[int, ...] = 200,
         windows: tuple[int | None, ...] = (None,),
         page_size: int = 4,
@@ -77,7 +77,7 @@ class Bench:
             context_length=context,
             vocab=VOCAB,
             eos_ids=eos,
-            want=drafts if want is None else want,
+            draft_depth=drafts if draft_depth is None else draft_depth,
             overlap=overlap,
             plain_above=plain_above,
             grammars=PreparedGrammars(Nothing()),
@@ -99,7 +99,10 @@ class Bench:
             assert "AssertionError" not in (event.error or ""), "the runner's own checks failed, see the log"
             assert event.id not in self.last or self.last[event.id].finish is None, "an event behind the end"
             assert event.tokens or event.finish is not None
-            assert event.accepted <= len(event.tokens) and event.proposal.tokens[: event.accepted] == event.tokens[: event.accepted]
+            assert (
+                event.num_accepted_tokens <= len(event.tokens)
+                and event.proposal.tokens[: event.num_accepted_tokens] == event.tokens[: event.num_accepted_tokens]
+            )
             self.texts[event.id] += event.tokens
             self.last[event.id] = event
         self.engine.check_integrity()

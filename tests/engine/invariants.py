@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from mtpserve.cache.groups import PageGroups
-from mtpserve.core.sequence import Sequence
+from mtpserve.core.request_state import RequestState
 from mtpserve.engine.queue import MOST_OVERTAKEN, UNLIMITED
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.spans import decodes, ends
-from mtpserve.engine.steps import Planned
+from mtpserve.engine.steps import ScheduledStep
 
 
 class WatchedScheduler(Scheduler):
@@ -30,12 +30,12 @@ class WatchedScheduler(Scheduler):
     def service(self) -> Any:
         return self._options.get("service", UNLIMITED)
 
-    def plan(self, want: int) -> Planned:
-        planned = super().plan(want)
+    def plan(self, draft_depth: int) -> ScheduledStep:
+        planned = super().plan(draft_depth)
         self._steps += 1
         return planned
 
-    def watch(self, planned: Planned) -> None:
+    def watch(self, planned: ScheduledStep) -> None:
         self._check_budget(planned)
         self._check_turns(planned)
         self._check_pages(planned)
@@ -45,80 +45,80 @@ class WatchedScheduler(Scheduler):
 
     # -------------------------------------------------------------------------------------------------- budgets
 
-    def _check_budget(self, planned: Planned) -> None:
+    def _check_budget(self, planned: ScheduledStep) -> None:
         spans = planned.plan.spans
-        assert sum(span.width for span in spans) <= self._options["token_budget"]
-        assert len({span.seat for span in spans}) == len(spans) <= self._options["max_running"]
-        assert all(span.length >= 1 and span.drafts <= self._options["max_drafts"] for span in spans)
+        assert sum(span.num_rows for span in spans) <= self._options["token_budget"]
+        assert len({span.req_idx for span in spans}) == len(spans) <= self._options["max_running"]
+        assert all(span.num_tokens >= 1 and span.num_draft_tokens <= self._options["max_drafts"] for span in spans)
         if self.service.long_prompt is None:
             return
         # `launched` counts the step already. The last token of a prompt is a row like one that decodes.
         long = [
-            span.width
-            for seq, span in zip(planned.seqs, spans, strict=True)
-            if seq.prefill_end - seq.shared > self.service.long_prompt and span.start < seq.prefill_end - 1
+            span.num_rows
+            for req, span in zip(planned.reqs, spans, strict=True)
+            if req.prefill_end - req.num_shared_tokens > self.service.long_prompt and span.start < req.prefill_end - 1
         ]
         assert len(long) <= self.service.max_long
         assert len(self.live) == 1 or all(width <= self.service.long_rows for width in long)
 
-    def _check_turns(self, planned: Planned) -> None:
+    def _check_turns(self, planned: ScheduledStep) -> None:
         """A decoding request that finds no room is first in the next step, so it waits for no more steps than take all the others."""
-        served = {seq.id: self._steps for seq in planned.seqs}
-        self._served = {seq.id: served.get(seq.id) or self._served.get(seq.id, self._steps) for seq in self.running}
+        served = {req.id: self._steps for req in planned.reqs}
+        self._served = {req.id: served.get(req.id) or self._served.get(req.id, self._steps) for req in self.running}
         widest = self._options["max_drafts"] + 1
         rounds = 2 + len(self.running) // max(self._options["token_budget"] // widest, 1)
-        for seq in self.running:
-            if decodes(seq) and not ends(seq):
-                assert self._steps - self._served[seq.id] <= rounds, (
-                    f"{seq.id} has had no rows for {self._steps - self._served[seq.id]} steps"
+        for req in self.running:
+            if decodes(req) and not ends(req):
+                assert self._steps - self._served[req.id] <= rounds, (
+                    f"{req.id} has had no rows for {self._steps - self._served[req.id]} steps"
                 )
 
     # ---------------------------------------------------------------------------------------------------- pages
 
-    def _check_pages(self, planned: Planned) -> None:
+    def _check_pages(self, planned: ScheduledStep) -> None:
         """A page that a step writes has one holder; there is a page for each row, and for what the device may write on its own."""
         size = self._pages.page_size
-        for seq, span in zip(planned.seqs, planned.plan.spans, strict=True):
-            for group, held in zip(self._pages.groups, seq.held, strict=True):
-                assert held.end * size >= span.start + span.width
-                first = max(span.start, seq.shared) // size
-                last = (span.start + span.width - 1) // size
+        for req, span in zip(planned.reqs, planned.plan.spans, strict=True):
+            for group, held in zip(self._pages.groups, req.blocks, strict=True):
+                assert held.end * size >= span.start + span.num_rows
+                first = max(span.start, req.num_shared_tokens) // size
+                last = (span.start + span.num_rows - 1) // size
                 for column in range(max(first, held.first), last + 1):
                     page = held.pages[column - held.first]
-                    assert group.allocator._references[page] == 1, f"page {page} is written for {seq.id} and held by others"
+                    assert group.allocator._references[page] == 1, f"page {page} is written for {req.id} and held by others"
 
     # ---------------------------------------------------------------------------------------------------- order
 
-    def _admit(self, long: bool) -> Sequence | None:
+    def _admit_next(self, long: bool) -> RequestState | None:
         """Who is passed over waits for pages that another computes or that are loaded, or is long while enough long ones run."""
         ranked = list(self.waiting[:200]) if self._steps % self._every == 0 else []
-        excused = {seq.id for seq in ranked if self._may_be_passed(seq, long)}
-        seq = super()._admit(long)
+        excused = {req.id for req in ranked if self._may_be_passed(req, long)}
+        req = super()._admit_next(long)
         if self._tiers is not None:
             # Pages that others load may have taken the place of what it had found.
             excused |= {each.id for each in ranked if self._may_be_passed(each, long)}
-        if seq is not None and not self.service.longest_prefix:
+        if req is not None and not self.service.longest_prefix:
             for other in ranked:
-                if other.rank >= seq.rank:
+                if other.queue_key >= req.queue_key:
                     break
-                assert other.id in excused, f"{seq.id} was served before {other.id}"
-        if seq is not None:
-            self.overtaken = max(self.overtaken, seq.overtaken)
+                assert other.id in excused, f"{req.id} was served before {other.id}"
+        if req is not None:
+            self.overtaken = max(self.overtaken, req.num_overtaken)
             # The first in order may be one of several that were overtaken so often.
             bound = MOST_OVERTAKEN + self._options["max_running"]
-            assert seq.overtaken <= bound or seq.id in self._passed, f"{seq.overtaken} later ones were served before {seq.id}"
-            self._passed.discard(seq.id)
-            self._passed.update(excused - {seq.id})
-        return seq
+            assert req.num_overtaken <= bound or req.id in self._passed, f"{req.num_overtaken} later ones were served before {req.id}"
+            self._passed.discard(req.id)
+            self._passed.update(excused - {req.id})
+        return req
 
-    def _may_be_passed(self, seq: Sequence, long: bool) -> bool:
-        columns = self._pages.matched(seq.keys)
-        coming = columns < len(seq.keys) and seq.keys[columns] in self._prefixes._coming
-        if coming or (self._tiers is not None and self._pages.matched(seq.keys, found=self._tiers.found) > columns):
+    def _may_be_passed(self, req: RequestState, long: bool) -> bool:
+        columns = self._pages.matched(req.block_hashes)
+        coming = columns < len(req.block_hashes) and req.block_hashes[columns] in self._prefixes._pending_keys
+        if coming or (self._tiers is not None and self._pages.matched(req.block_hashes, found=self._tiers.found) > columns):
             return True
-        if self._tiers is not None and self._tiers.is_loading(seq.loading):  # pages that the tier has dropped since
+        if self._tiers is not None and self._tiers.is_loading(req.kv_load):  # pages that the tier has dropped since
             return True
-        return not long and self._is_long(seq, columns * self._pages.page_size)
+        return not long and self._is_long(req, columns * self._pages.page_size)
 
     # ------------------------------------------------------------------------------------------------------ end
 
@@ -126,8 +126,8 @@ class WatchedScheduler(Scheduler):
         """Everybody has ended: every page and seat is free."""
         self.check_integrity()
         assert not self.live and not self.running and not self.waiting
-        assert self._pages.used == 0 and self.free_seats == self._options["max_running"]
-        assert not self._prefixes._coming, "pages are waited for that nobody computes"
+        assert self._pages.used == 0 and self.num_free_slots == self._options["max_running"]
+        assert not self._prefixes._pending_keys, "pages are waited for that nobody computes"
         if self._tiers is not None:
             assert not self._tiers.pending and not any(pins for host in self._tiers.groups for pins in host.pins)
             assert all(sorted([*host.free, *host.blocks.values()]) == list(range(len(host.pins))) for host in self._tiers.groups)

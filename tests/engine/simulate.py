@@ -13,7 +13,7 @@ from typing import Any
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.engine.pages.tiers import Tiers
-from mtpserve.engine.queue import ServiceOrder
+from mtpserve.engine.queue import SchedulingPolicy
 from mtpserve.spec.curves import CURVES, conditional
 from mtpserve.tools.simulate.simulated import SimulatedDevice
 from mtpserve.tools.simulate.simulated_tiers import PageTimes, SimulatedDisk, SimulatedTransfers
@@ -35,14 +35,14 @@ def simulate(
     """To the end, with everything checked once in `every` steps. `host`, `disk`: pages below the device; each takes `page_time` to move."""
     counts = (pages,) if isinstance(pages, int) else pages
     groups = PageGroups(windows, counts, page_size, budget)
-    sizes = DraftSizes(steps=steps, proposed=steps, written=steps)
+    sizes = DraftSizes(steps=steps, num_proposed=steps, written=steps)
     device = SimulatedDevice(sizes, conditional(CURVES["glm-5.2-mtp"])[:steps], seed)
     files = None if disk is None else SimulatedDisk(disk)
     tiers = None if host is None else Tiers(groups, [host] * len(counts), files)
     transfers = None if host is None else SimulatedTransfers(PageTimes(page_time, page_time), files)
     scheduler = WatchedScheduler(
         groups, every=every, tiers=tiers, max_running=seats, token_budget=budget, max_drafts=sizes.nodes, eos_ids=(EOS,),
-        service=ServiceOrder(policy == "lpm", long_prompt, long_prompt or 1 << 30, max_long, reserved),
+        service=SchedulingPolicy(policy == "lpm", long_prompt, long_prompt or 1 << 30, max_long, reserved),
     )  # fmt: skip
     made = Simulation(scheduler, groups, device, overlap=overlap, cached=cached, transfers=transfers, watch=scheduler.watch)
     result = made.run(conversations)

@@ -21,10 +21,10 @@ from tests.runtime.recorders import Again
 from tests.runtime.test_graphs import TREE
 from tests.tiny import tiny_engine, tiny_model
 
-CHAIN = DraftSizes(steps=DEEP, proposed=DEEP, written=DEEP)
+CHAIN = DraftSizes(steps=DEEP, num_proposed=DEEP, written=DEEP)
 # An H100 with 475 million parameters in 36 layers, and a thirty-seventh that drafts.
 PLAIN = StepCost(overhead=0.004, row=5e-6)
-COST = replace(PLAIN, draft_pass=0.00015, absorb=0.0001)
+COST = replace(PLAIN, draft_pass=0.00015, extend=0.0001)
 
 
 def speed(rates: Seq[float], depth: int, rounds: int, kind: type[Captured], adaptive: bool = False) -> float:
@@ -55,15 +55,15 @@ def test_an_engine_knows_its_graphs_depths(recorder: Again | None) -> None:
 
 
 def test_a_captured_step_has_the_rows_and_passes_of_its_graph() -> None:
-    shapes, seqs = StepShapes(CHAIN, CAPTURED), [sequence(i) for i in range(4)]
+    shapes, reqs = StepShapes(CHAIN, CAPTURED), [sequence(i) for i in range(4)]
     assert [*shapes.depths(3)] == [0, 1, 3] and [*shapes.depths(2)] == [0, 1, 2] and [*shapes.depths(0)] == [0]
-    found = [shapes.work(seqs, drafts, depth)[:3] for drafts, depth in ((0, 0), (1, 1), (4, 2), (12, 3), (0, 1))]
+    found = [shapes.work(reqs, drafts, depth)[:3] for drafts, depth in ((0, 0), (1, 1), (4, 2), (12, 3), (0, 1))]
     assert found == [(4, 4, 0), (4, 8, 1), (4, 16, 3), (4, 16, 3), (4, 8, 1)]
-    assert [StepShapes(CHAIN).work(seqs, drafts, 2)[:3] for drafts in (0, 5)] == [(4, 4, 2), (4, 9, 2)]
+    assert [StepShapes(CHAIN).work(reqs, drafts, 2)[:3] for drafts in (0, 5)] == [(4, 4, 2), (4, 9, 2)]
 
-    def planned(drafts: list[int], want: int) -> tuple[StepWork, int]:
-        spans = [SpanPlan(seat, 10, 1, count, True, True) for seat, count in enumerate(drafts)]
-        return shapes.planned(StepPlan([*spans, SpanPlan(9, 0, 50, 0, False, False)], want), seqs)
+    def planned(drafts: list[int], draft_depth: int) -> tuple[StepWork, int]:
+        spans = [SpanPlan(req_idx, 10, 1, count, True, True) for req_idx, count in enumerate(drafts)]
+        return shapes.planned(StepPlan([*spans, SpanPlan(9, 0, 50, 0, False, False)], draft_depth), reqs)
 
     assert planned([0, 0, 0], 0) == (StepWork(3, 3, 0, True, 30), 50)
     assert planned([0, 0, 0], 2) == (StepWork(3, 12, 3, True, 30), 50), "drafts are made, and none are verified"
@@ -71,7 +71,7 @@ def test_a_captured_step_has_the_rows_and_passes_of_its_graph() -> None:
 
 
 def test_a_captured_tree_is_there_or_not() -> None:
-    shapes = StepShapes(DraftSizes(steps=2, proposed=6, written=6, trees=True), (2,))
+    shapes = StepShapes(DraftSizes(steps=2, num_proposed=6, written=6, trees=True), (2,))
     assert [*shapes.depths(2)] == [0, 2] and shapes.work([sequence(0)], 3, 2)[:3] == (1, 7, 2)
     plan = StepPlan([SpanPlan(0, 10, 1, 6, True, True)], 0)
     assert shapes.planned(plan, [sequence(0)])[0][:3] == (1, 7, 2), "more drafts than it is deep"
@@ -81,12 +81,12 @@ def test_all_drafts_are_taken_where_they_are_computed_anyway() -> None:
     """Two requests whose drafts are accepted and two whose are not, where each further row costs a tenth of the step."""
     found = []
     for captured in ((), CAPTURED):
-        policy, seqs = measured(CHAIN, 4, StepCost(overhead=0.01, row=0.001), captured), [sequence(i) for i in range(4)]
+        policy, reqs = measured(CHAIN, 4, StepCost(overhead=0.01, row=0.001), captured), [sequence(i) for i in range(4)]
         for _ in range(60):
-            for i, seq in enumerate(seqs):
-                policy.verified(seq, 3, [1, 2, 3] if i < 2 else [])
-        policy.choose(seqs)
-        found.append([seq.most for seq in seqs])
+            for i, req in enumerate(reqs):
+                policy.verified(req, 3, [1, 2, 3] if i < 2 else [])
+        policy.choose(reqs)
+        found.append([req.max_draft_tokens for req in reqs])
     assert found == [[3, 3, 0, 0], [3, 3, 3, 3]]
 
 

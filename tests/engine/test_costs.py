@@ -83,5 +83,5 @@ def test_proposing_takes_a_layer_and_the_head_for_each_pass() -> None:
     assert plain.overhead == deep.overhead == 0.001
     assert deep.weights == plain.weights
     assert deep.seconds(1, 1, 1, 0, [16, 1]) - deep.seconds(1, 1, 1) == pytest.approx(2 * 84e6 / 4.3e12)  # rows that it has to know
-    assert plain.absorb == plain.absorbed_row == 0.0
+    assert plain.extend == plain.absorbed_row == 0.0
     assert deep.seconds(1, 1, 1, 3) - deep.seconds(1, 1, 1) == pytest.approx(3 * 1.486e9 / 4.3e12)

@@ -16,7 +16,7 @@ from mtpserve.config import SpecConfig
 from mtpserve.engine.depth.policy import DepthPolicy
 from mtpserve.engine.depth.step_times import StepWork
 from mtpserve.engine.scheduler import Scheduler
-from mtpserve.engine.steps import Planned
+from mtpserve.engine.steps import ScheduledStep
 from mtpserve.spec.sizes import draft_sizes
 from mtpserve.tools.simulate.costs import StepCost
 from mtpserve.tools.simulate.simulated import SimulatedDevice
@@ -110,8 +110,8 @@ def run(path: Path, order: int, depth: int, adaptive: bool = False) -> Ran:
     pages = PageGroups([None], [20_000], 16, BUDGET)
     scheduler = device.limited(Scheduler)(pages, max_running=trace.requests, token_budget=BUDGET, eos_ids=())
 
-    def watch(planned: Planned) -> None:
-        depths.append(planned.plan.want)
+    def watch(planned: ScheduledStep) -> None:
+        depths.append(planned.plan.draft_depth)
         if trace.now >= trace.seconds:
             raise Over
 

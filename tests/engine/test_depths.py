@@ -87,14 +87,14 @@ def test_a_callers_pause_is_no_part_of_a_step(pause: float, monkeypatch: pytest.
     monkeypatch.setattr(engine.policy, "stepped", lambda planned, passes, seconds: told.append(seconds))
     for module in ("engine", "depth.clock"):
         monkeypatch.setattr(f"mtpserve.engine.{module}.perf_counter", lambda: now)
-    book = engine._book
+    book = engine._commit
 
     def takes(leave: int) -> list[TokenEvent]:
         nonlocal now
         now += 2.0
         return book(leave)
 
-    monkeypatch.setattr(engine, "_book", takes)
+    monkeypatch.setattr(engine, "_commit", takes)
     engine.add(Request("0", [3, 4, 5], SamplingParams(max_tokens=8, temperature=0)))
     while engine.has_work:
         engine.step()

@@ -30,14 +30,14 @@ def test_greedy_text_is_the_same_for_any_schedule(drafts: int, tight: bool, budg
     assert (bench.engine.stats.preemptions_total > 0) == tight
 
 
-@pytest.mark.parametrize("want", [0, 1, 2])
-def test_fewer_drafts_than_the_runner_could(want: int) -> None:
-    bench = Bench(drafts=3, want=want)
+@pytest.mark.parametrize("draft_depth", [0, 1, 2])
+def test_fewer_drafts_than_the_runner_could(draft_depth: int) -> None:
+    bench = Bench(drafts=3, draft_depth=draft_depth)
     for name in PROMPTS:
         bench.add(name)
     bench.drain()
     assert bench.texts == REFERENCE
-    assert max(size for step in bench.runner.steps for *_, size in step) == want
+    assert max(size for step in bench.runner.steps for *_, size in step) == draft_depth
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -116,12 +116,12 @@ def test_stops_inside_an_accepted_run(by_eos: bool) -> None:
         assert bench.texts["r2"] == REFERENCE["r2"][: place + 1]
         assert event.finish is Finish.STOP
         # All drafts are right: place 0 comes without any, then each verification commits four tokens, the last of them no draft.
-        assert event.accepted == (0 if place == 0 else min((place - 1) % 4 + 1, len(event.proposal.tokens)))
+        assert event.num_accepted_tokens == (0 if place == 0 else min((place - 1) % 4 + 1, len(event.proposal.tokens)))
         assert stats.generation_tokens_total == place + 1
         assert sum(stats.accept_lengths) == stats.drafts_total
         assert sum((n + 1) * times for n, times in enumerate(stats.accept_lengths)) == place
         assert stats.accepted_tokens_total == sum(stats.accepted_tokens_per_position)
-        surplus += len(event.proposal.tokens) > event.accepted
+        surplus += len(event.proposal.tokens) > event.num_accepted_tokens
     assert surplus > 0
 
 
@@ -381,7 +381,7 @@ def test_impossible_configurations() -> None:
     with pytest.raises(ConfigError, match="--max-total-tokens must be at least 10"):
         Bench(pages=2)
     with pytest.raises(ConfigError, match="--speculative-num-steps must be in"):
-        Bench(want=4)
+        Bench(draft_depth=4)
 
 
 def test_a_request_without_a_seed_gets_one_of_its_own() -> None:

@@ -14,13 +14,13 @@ def test_outputs_leave_half_of_the_states_to_prompts() -> None:
     groups = PageGroups([None], [40], PAGE, 16, states=4)
     outputs, span = OutputStates(groups), SpanPlan(0, 0, PAGE, 0, True, True, None)
     kept = [outputs.plan(request(name, PAGE), span) for name in ("a", "b", "c")]
-    assert [[state.tokens for state in states] for states in kept] == [[PAGE], [PAGE], []]
+    assert [[state.num_tokens for state in states] for states in kept] == [[PAGE], [PAGE], []]
     assert len(outputs.pages) == 2 and groups.groups[groups.dense].allocator.free_count == 2
 
 
 def test_a_request_that_leaves_gives_its_states_back() -> None:
-    groups, seq = PageGroups([None], [40], PAGE, 16, states=4), request("a", PAGE)
+    groups, req = PageGroups([None], [40], PAGE, 16, states=4), request("a", PAGE)
     outputs = OutputStates(groups)
-    outputs.plan(seq, SpanPlan(0, 0, PAGE, 0, True, True, None))
-    assert outputs.leave(seq, trusted=True) == [] and outputs.pages == []
+    outputs.plan(req, SpanPlan(0, 0, PAGE, 0, True, True, None))
+    assert outputs.leave(req, trusted=True) == [] and outputs.pages == []
     assert groups.groups[groups.dense].allocator.free_count == 4

@@ -15,12 +15,12 @@ from mtpserve.config import SpecConfig
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import SpanPlan, StepPlan
 from mtpserve.core.request import Proposal, SpecChange
+from mtpserve.core.request_state import RequestState
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Sequence
 from mtpserve.engine.depth.policy import EVERY, DepthPolicy
 from mtpserve.engine.depth.step_times import StepWork
 from mtpserve.engine.scheduler import Scheduler
-from mtpserve.engine.steps import Outcome, Planned
+from mtpserve.engine.steps import RequestOutput, ScheduledStep
 from mtpserve.spec.sizes import draft_sizes
 from mtpserve.tools.simulate.costs import PROFILES, ModelShape, StepCost
 from mtpserve.tools.simulate.simulated import SimulatedDevice
@@ -42,7 +42,7 @@ class Ran(NamedTuple):
 
 def run(
     conversations: Seq[TraceConversation], batch: int, cost: StepCost, depth: int, rates: Seq[float] = (), adaptive: bool = False,
-    change: Callable[[float], Seq[float]] | None = None, see: Callable[[Simulation, Planned], None] | None = None,
+    change: Callable[[float], Seq[float]] | None = None, see: Callable[[Simulation, ScheduledStep], None] | None = None,
     kind: type[Simulation] = Simulation, captured: Seq[int] = (), apart: bool = False,
 ) -> Ran:  # fmt: skip
     """`change`: rates of acceptance by the time. `see`: is called with each step that is planned. `captured`, `apart`: what the policy
@@ -53,8 +53,8 @@ def run(
     pages, depths = PageGroups([None], [20_000], 16, BUDGET), list[int]()
     scheduler = device.limited(Scheduler)(pages, max_running=batch, token_budget=BUDGET, eos_ids=(), apart=apart)
 
-    def watch(planned: Planned) -> None:
-        depths.append(planned.plan.want)
+    def watch(planned: ScheduledStep) -> None:
+        depths.append(planned.plan.draft_depth)
         if change is not None:
             device.rates = change(simulation.now)
         if see is not None:
@@ -135,7 +135,7 @@ class LaunchedPrompts(StepCost):
     random: Random
 
     def __init__(self, drafts: bool = True) -> None:
-        super().__init__(overhead=0.0032, row=25e-6, draft_pass=0.00035, absorb=drafts * 0.0003, absorbed_row=drafts * 1e-6)
+        super().__init__(overhead=0.0032, row=25e-6, draft_pass=0.00035, extend=drafts * 0.0003, absorbed_row=drafts * 1e-6)
         object.__setattr__(self, "random", Random(1))
 
     def seconds(self, rows: int, tokens: int, pairs: int, passes: int = 0, absorbed: Seq[int] = ()) -> float:
@@ -160,14 +160,14 @@ class SharedMachine(StepCost):
     clock: list[float]
 
     def __init__(self, seed: int, drafts: bool = True) -> None:
-        super().__init__(overhead=0.0145, row=0.0029, draft_pass=0.0014, absorb=drafts * 0.0007, absorbed_row=drafts * 13e-6)
+        super().__init__(overhead=0.0145, row=0.0029, draft_pass=0.0014, extend=drafts * 0.0007, absorbed_row=drafts * 13e-6)
         object.__setattr__(self, "random", Random(seed))
         object.__setattr__(self, "clock", [7.0 * seed])
 
     def seconds(self, rows: int, tokens: int, pairs: int, passes: int = 0, absorbed: Seq[int] = ()) -> float:
         (now,) = self.clock
         computed = self.overhead + self.row * min(rows, 8) + 0.0013 * max(rows - 8, 0)
-        own = passes * self.draft_pass + sum(self.absorb + self.absorbed_row * number for number in absorbed)
+        own = passes * self.draft_pass + sum(self.extend + self.absorbed_row * number for number in absorbed)
         pace = 0.2 * (sin(now / 1.3) + sin(now / 4.1))
         took = (computed + own) * exp(pace + self.random.gauss(0, 0.12)) * (1.6 if self.random.random() < 0.05 else 1)
         self.clock[0] = now + took
@@ -235,14 +235,14 @@ def test_trials_cost_little() -> None:
 
 def depths_beside_prompts(cost: StepCost, rate: float, seconds: float, more: float) -> tuple[DepthPolicy, list[int]]:
     """Of 1000 steps of so many `seconds`, with four requests and 400 rows of a prompt. `more`: of a step with drafts."""
-    seqs, random, depths = [sequence(i) for i in range(4)], Random(0), list[int]()
-    policy = measured(DraftSizes(steps=3, proposed=3, written=3), 4, cost)
-    for seq in seqs * 60:
-        policy.verified(seq, 3, [1] if random.random() < rate else [])
+    reqs, random, depths = [sequence(i) for i in range(4)], Random(0), list[int]()
+    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 4, cost)
+    for req in reqs * 60:
+        policy.verified(req, 3, [1] if random.random() < rate else [])
     for _ in range(1000):
-        depths.append(policy.choose(seqs))
-        spans = [SpanPlan(i, 10, 1, depths[-1], True, True, seq.most) for i, seq in enumerate(seqs)]
-        planned = Planned(StepPlan([*spans, SpanPlan(4, 10, 400, 0, False, False)], depths[-1]), seqs)
+        depths.append(policy.choose(reqs))
+        spans = [SpanPlan(i, 10, 1, depths[-1], True, True, req.max_draft_tokens) for i, req in enumerate(reqs)]
+        planned = ScheduledStep(StepPlan([*spans, SpanPlan(4, 10, 400, 0, False, False)], depths[-1]), reqs)
         policy.stepped(planned, depths[-1], seconds + more * (depths[-1] > 0))
     return policy, depths
 
@@ -256,18 +256,18 @@ def test_a_trial_that_goes_on_costs_what_it_costs() -> None:
 
 def test_a_prompt_that_took_less_than_expected_does_not_pay_for_trials() -> None:
     """The first prompts seemed to take 0.2 seconds for their rows; those that come in the middle of trials add nothing."""
-    cost, seqs = StepCost(overhead=0.1, row=0.0001, draft_pass=0.001), [sequence(i) for i in range(4)]
-    policy = measured(DraftSizes(steps=3, proposed=3, written=3), 4, cost)
+    cost, reqs = StepCost(overhead=0.1, row=0.0001, draft_pass=0.001), [sequence(i) for i in range(4)]
+    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 4, cost)
     for _ in range(20):
         policy.times.observe_prompts(StepWork(4, 4, 0), 400, 0.3)
-    for seq in seqs * 60:
-        policy.verified(seq, 3, [])
+    for req in reqs * 60:
+        policy.verified(req, 3, [])
     beside = 0
     for _ in range(100):
-        depth, before = policy.choose(seqs), policy._saved
-        spans = [SpanPlan(i, 10, 1, depth, True, True, seq.most) for i, seq in enumerate(seqs)]
+        depth, before = policy.choose(reqs), policy._saved
+        spans = [SpanPlan(i, 10, 1, depth, True, True, req.max_draft_tokens) for i, req in enumerate(reqs)]
         prompts = [SpanPlan(4, 10, 400, 0, False, False)] if policy._held else []
-        policy.stepped(Planned(StepPlan([*spans, *prompts], depth), seqs), depth, 0.1 + 0.01 * depth)
+        policy.stepped(ScheduledStep(StepPlan([*spans, *prompts], depth), reqs), depth, 0.1 + 0.01 * depth)
         beside += bool(prompts)
         assert policy._saved <= before + 0.001
     assert beside > 3
@@ -284,18 +284,18 @@ def test_nothing_is_timed_where_prompts_take_most_of_each_step() -> None:
 )
 def test_a_trial_with_much_more_accepted_than_expected_is_followed_by_the_next_one(before: int, accepted: list[int], at_once: bool) -> None:
     """`before`: how many of ten drafts were accepted until now. Of many requests some are always lucky."""
-    cost, seqs, trials = StepCost(overhead=0.01, row=0.0004, draft_pass=0.001), [sequence(i) for i in range(len(accepted))], list[int]()
-    policy = measured(DraftSizes(steps=3, proposed=3, written=3), len(seqs), cost)
+    cost, reqs, trials = StepCost(overhead=0.01, row=0.0004, draft_pass=0.001), [sequence(i) for i in range(len(accepted))], list[int]()
+    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), len(reqs), cost)
     for step in range(100):
-        for seq in seqs:
-            policy.verified(seq, 3, [1] * (step % 10 < before))
+        for req in reqs:
+            policy.verified(req, 3, [1] * (step % 10 < before))
     for step in range(1000):
-        begun, depth = policy.trials, policy.choose(seqs)
+        begun, depth = policy.trials, policy.choose(reqs)
         trials += [step] * (policy.trials - begun)
-        plan = StepPlan([SpanPlan(seat, 10, 1, 0, True, True, seq.most) for seat, seq in enumerate(seqs)], depth)
-        policy.stepped(Planned(plan, seqs), depth, cost.seconds(len(seqs), 10, 10, depth))
-        verified = [(seq, Proposal([0] * depth, path=[1] * count)) for seq, count in zip(seqs, accepted, strict=True) if depth and seq.most]
-        policy.learn([Outcome(seq, [], proposal=proposal) for seq, proposal in verified])
+        plan = StepPlan([SpanPlan(req_idx, 10, 1, 0, True, True, req.max_draft_tokens) for req_idx, req in enumerate(reqs)], depth)
+        policy.stepped(ScheduledStep(plan, reqs), depth, cost.seconds(len(reqs), 10, 10, depth))
+        verified = [(req, count) for req, count in zip(reqs, accepted, strict=True) if depth and req.max_draft_tokens]
+        policy.learn([RequestOutput(req, [], proposal=Proposal([0] * depth, path=[1] * count)) for req, count in verified])
     assert len(trials) > 3 and (min(after - first for first, after in pairwise(trials)) < EVERY) == at_once
 
 
@@ -304,11 +304,11 @@ def test_each_short_step_is_learned_at_start_and_some_while_serving(
     forced: int | None, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 10,000. One in fifty takes six times as long, and not more of those that are learned do."""
-    policy, seqs, random, learned = DepthPolicy(DraftSizes(steps=3, proposed=3, written=3), 0), [sequence(0)], Random(0), list[float]()
+    policy, reqs, random, learned = DepthPolicy(DraftSizes(steps=3, num_proposed=3, written=3), 0), [sequence(0)], Random(0), list[float]()
     monkeypatch.setattr(policy.times, "observe", lambda work, seconds, noise: learned.append(seconds))
     policy.forced, plan = forced, StepPlan([SpanPlan(0, 10, 1, 0, True, True)], 0)
     for _ in range(10_000):
-        policy.stepped(Planned(plan, seqs), 0, 0.0024 if random.random() < 0.02 else 0.0004)
+        policy.stepped(ScheduledStep(plan, reqs), 0, 0.0024 if random.random() < 0.02 else 0.0004)
     assert least <= len(learned) <= most and sum(seconds > 0.001 for seconds in learned) < 0.05 * len(learned)
 
 
@@ -332,59 +332,60 @@ def test_each_depth_is_measured_with_all_requests() -> None:
     assert all(age is not None and age < 500 for age in ages), ages
 
 
-def sequence(number: int, depth: int | None = None) -> Sequence:
-    return Sequence(str(number), [1] * 50, 10, SamplingParams(), 1000, seed=0, depth=depth)
+def sequence(number: int, depth: int | None = None) -> RequestState:
+    return RequestState(str(number), [1] * 50, 10, SamplingParams(), 1000, seed=0, max_depth=depth)
 
 
 def test_the_likeliest_drafts_come_first() -> None:
     """Two requests whose drafts are accepted and two whose are not, where each further row costs a tenth of the step."""
-    policy = measured(DraftSizes(steps=3, proposed=3, written=3), 4, StepCost(overhead=0.01, row=0.001))
-    seqs = [sequence(i) for i in range(4)]
+    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 4, StepCost(overhead=0.01, row=0.001))
+    reqs = [sequence(i) for i in range(4)]
     for _ in range(60):
-        for i, seq in enumerate(seqs):
-            policy.verified(seq, 3, [1, 2, 3] if i < 2 else [])
-    policy.choose(seqs)
-    assert [seq.most for seq in seqs] == [3, 3, 0, 0]
+        for i, req in enumerate(reqs):
+            policy.verified(req, 3, [1, 2, 3] if i < 2 else [])
+    policy.choose(reqs)
+    assert [req.max_draft_tokens for req in reqs] == [3, 3, 0, 0]
 
 
 def test_a_depth_without_drafts_is_never_chosen() -> None:
     """However cheap its passes seem to be."""
-    policy, seqs = measured(DraftSizes(steps=3, proposed=3, written=3), 2, StepCost(overhead=0.01, row=0.001)), [sequence(0), sequence(1)]
+    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 2, StepCost(overhead=0.01, row=0.001))
+    reqs = [sequence(0), sequence(1)]
     for depth in (1, 2, 3):
         policy.times.observe(StepWork(2, 2, depth), 0.001)
     for _ in range(100):
-        for seq in seqs:
-            policy.verified(seq, 3, [])
+        for req in reqs:
+            policy.verified(req, 3, [])
     for _ in range(4 * EVERY):
-        depth = policy.choose(seqs)
-        assert depth == 0 or any(seq.most for seq in seqs)
+        depth = policy.choose(reqs)
+        assert depth == 0 or any(req.max_draft_tokens for req in reqs)
 
 
 def test_a_request_may_want_less() -> None:
-    policy = measured(DraftSizes(steps=3, proposed=3, written=3), 2, StepCost(overhead=0.01))
-    seqs = [sequence(0), sequence(1, depth=1)]
-    assert policy.choose(seqs) == 3 and [seq.most for seq in seqs] == [3, 1]
+    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 2, StepCost(overhead=0.01))
+    reqs = [sequence(0), sequence(1, depth=1)]
+    assert policy.choose(reqs) == 3 and [req.max_draft_tokens for req in reqs] == [3, 1]
     policy.deepest = 2
     for _ in range(EVERY):
-        depth = policy.choose(seqs)
-    assert depth == 2 and [seq.most for seq in seqs] == [2, 1]
+        depth = policy.choose(reqs)
+    assert depth == 2 and [req.max_draft_tokens for req in reqs] == [2, 1]
     policy.adaptive = False
-    assert policy.choose(seqs) == 2 and [seq.most for seq in seqs] == [None, None]
+    assert policy.choose(reqs) == 2 and [req.max_draft_tokens for req in reqs] == [None, None]
 
 
 def test_what_is_set_counts_from_the_next_step() -> None:
-    policy = measured(DraftSizes(steps=3, proposed=3, written=3), 2, StepCost(overhead=0.01))
-    seqs = [sequence(0), sequence(1)]
-    assert policy.choose(seqs) == 3 and policy.state.tokens_per_second == policy.value > 0
+    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 2, StepCost(overhead=0.01))
+    reqs = [sequence(0), sequence(1)]
+    assert policy.choose(reqs) == 3 and policy.state.tokens_per_second == policy.value > 0
     policy.set(SpecChange(num_steps=1))
-    assert policy.state.depth == 1 and policy.choose(seqs) == 1 and [seq.most for seq in seqs] == [1, 1]
+    assert policy.state.depth == 1 and policy.choose(reqs) == 1 and [req.max_draft_tokens for req in reqs] == [1, 1]
     policy.set(SpecChange(num_steps=2, adaptive=False))
-    assert policy.choose(seqs) == 2 and policy.state.depth == 2 and policy.state.tokens_per_second is None
+    assert policy.choose(reqs) == 2 and policy.state.depth == 2 and policy.state.tokens_per_second is None
     policy.set(SpecChange(num_steps=0))
-    assert policy.choose(seqs) == 0
+    assert policy.choose(reqs) == 0
     policy.set(SpecChange(num_steps=3, adaptive=True))
-    assert policy.choose(seqs) == 3
-    for seq in seqs:
+    assert policy.choose(reqs) == 3
+    for seq in reqs:
         policy.verified(seq, 3, [])
     assert policy.state.acceptance[0] < 0.8
     policy.set(SpecChange(reset=True))
@@ -392,8 +393,8 @@ def test_what_is_set_counts_from_the_next_step() -> None:
 
 
 def test_a_tree_gets_as_many_nodes_as_pay() -> None:
-    policy = measured(DraftSizes(steps=3, proposed=8, written=8, trees=True), 1, StepCost(overhead=0.01, row=0.0004))
-    seq = sequence(0)
+    policy = measured(DraftSizes(steps=3, num_proposed=8, written=8, trees=True), 1, StepCost(overhead=0.01, row=0.0004))
+    req = sequence(0)
     for i in range(300):
-        policy.verified(seq, 8, [1, 3, 6] if i % 3 else [2])
-    assert policy.choose([seq]) == 3 and seq.most == 6  # no node after the sixth was ever accepted
+        policy.verified(req, 8, [1, 3, 6] if i % 3 else [2])
+    assert policy.choose([req]) == 3 and req.max_draft_tokens == 6  # no node after the sixth was ever accepted

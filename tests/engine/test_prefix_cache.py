@@ -97,7 +97,7 @@ def test_equal_texts_end_up_in_equal_pages() -> None:
     bench.add("b", SHARED[:8], 24)
     while any(len(bench.texts[name]) < 20 for name in "ab"):
         bench.step()
-    pages = [seq.held[0].pages for seq in bench.engine._scheduler.running]
+    pages = [req.blocks[0].pages for req in bench.engine._scheduler.running]
     assert len(set(pages[0]) & set(pages[1])) >= 6
     bench.drain()
     assert bench.texts["a"] == bench.texts["b"] == greedy_text(SHARED[:8], 24, VOCAB)
@@ -165,7 +165,7 @@ def test_prompts_that_are_scored_are_computed_whole() -> None:
     bench.add("scored", SHARED, 4, prompt_logprobs=1)
     bench.drain()
     assert computed(bench, "scored") >= 40
-    assert bench.last["scored"].cached == 0
+    assert bench.last["scored"].num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("overlap", [0, 2])

@@ -95,7 +95,7 @@ def test_streams_and_statistics() -> None:
         for events, count in zip(both, (9, 4), strict=True):
             assert [token for event in events for token in event.tokens] == list(range(FIRST_TOKEN, FIRST_TOKEN + count))
             assert [event.finish for event in events] == [None] * (len(events) - 1) + [Finish.LENGTH]
-            assert events[0].accepted == 1
+            assert events[0].num_accepted_tokens == 1
             assert events[0].proposal.tokens == [FIRST_TOKEN, 5]
         await until(lambda: client.stats().running == 0)
         assert client.stats().generation_tokens_total == 13

@@ -64,7 +64,7 @@ def test_a_recording_gives_the_same_again(recorded: Path, capsys: pytest.Capture
     planned = [event for event in events if isinstance(event, StepPlanned)]
     assert head.format == 2 and (header.pages, header.page_size, header.seats) == (64, 16, 4) and header.dtype in ("float32", "bfloat16")
     assert [event.step for event in planned] == list(range(1, len(planned) + 1)) and len(events) == 2 * len(planned)
-    assert all(len(msgspec.msgpack.encode(event)) < 200 for event in planned if not event.plan.admissions)
+    assert all(len(msgspec.msgpack.encode(event)) < 200 for event in planned if not event.plan.new_requests)
     code, out, err = replayed(recorded, capsys)
     assert (code, err) == (0, "") and out.endswith("every result is the same\n")
     assert out.startswith(f"replayed {len(planned)} steps, 4 requests, ") and header.model in out
@@ -82,7 +82,7 @@ def test_the_first_difference_is_named(recorded: Path, capsys: pytest.CaptureFix
     code, out, _ = replayed(tmp_path / "steps", capsys)
     plan = next(event.plan for event in events if isinstance(event, StepPlanned) and event.step == 4)
     assert code == 1 and out.startswith("replayed 4 steps")
-    where = f"first difference: step 4, request offline-1 in seat {plan.spans[1].seat}: "
+    where = f"first difference: step 4, request offline-1 in seat {plan.spans[1].req_idx}: "
     assert out.endswith(f"{where}tokens were {flipped.tokens} when it was recorded, and are {span.tokens} now\n")
 
 

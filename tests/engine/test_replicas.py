@@ -62,7 +62,7 @@ class Local:
         self.submitted()
         self.counted.running += 1
         at_most = request.sampling.max_tokens or 16
-        for index in range(len(request.said), at_most):
+        for index in range(len(request.prior_output_ids), at_most):
             await asyncio.sleep(0)
             await self.held.wait()
             if DEADLY in request.prompt:
@@ -175,8 +175,7 @@ async def settle(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("seed", [None, 7])
 def test_a_cut_stream_goes_on_in_another_engine(seed: int | None) -> None:
     async def work(bench: Bench) -> None:
-        found: list[int] = []
-        known: list[int] = []
+        found, known = list[int](), list[int]()
         stream = bench.replicas.submit(asked(seed=seed))
         async for events in stream:
             found += [token for event in events for token in event.tokens]
@@ -186,7 +185,8 @@ def test_a_cut_stream_goes_on_in_another_engine(seed: int | None) -> None:
         first, second = bench.where("a")
         assert first != second and known == [first] * 5 + [second] * 7
         lost, went_on = (bench.now(number).served[0] for number in (first, second))
-        assert went_on == replace(lost, said=found[:5], moved=True) and found == [said(lost, index) for index in range(12)]
+        assert went_on == replace(lost, prior_output_ids=found[:5], is_migrated=True)
+        assert found == [said(lost, index) for index in range(12)]
         await settle(lambda: bench.replicas.engines[first].state == "dead")
         assert bench.replicas.dead is None and bench.replicas.engines[first].reason == "killed"
         assert bench.replicas.stats().generation_tokens_total == 12, "those of the lost engine count"

@@ -7,35 +7,37 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from mtpserve.cache.groups import PageGroups
-from mtpserve.core.plan import NOT_FINITE, Admission, SpanPlan, SpanResult, StepResult
+from mtpserve.core.plan import NOT_FINITE, NewRequest, SpanPlan, SpanResult, StepResult
 from mtpserve.core.request import Finish, TokenLogprob
+from mtpserve.core.request_state import RequestState
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Sequence
-from mtpserve.engine.queue import UNLIMITED, Line, ServiceOrder
+from mtpserve.engine.queue import UNLIMITED, SchedulingPolicy, WaitingQueue
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.spans import deferred
-from mtpserve.engine.steps import Outcome, Planned
+from mtpserve.engine.steps import RequestOutput, ScheduledStep
 from mtpserve.engine.stopping import until_stop
 
 EOS = 9
 
 
 def make(
-    *, pages: int = 100, page_size: int = 4, seats: int = 4, budget: int = 16, drafts: int = 3, service: ServiceOrder = UNLIMITED
+    *, pages: int = 100, page_size: int = 4, seats: int = 4, budget: int = 16, drafts: int = 3, service: SchedulingPolicy = UNLIMITED
 ) -> Scheduler:
     groups = PageGroups([None], [pages], page_size, budget)
     return Scheduler(groups, max_running=seats, token_budget=budget, max_drafts=drafts, eos_ids=(EOS,), service=service)
 
 
-def request(name: str, prompt: int, output: int = 20, **sampling: object) -> Sequence:
-    return Sequence(name, [1] * prompt, prompt, SamplingParams(**sampling), prompt + output, seed=0, reach=3, lookahead=8)  # type: ignore[arg-type]
+def request(name: str, prompt: int, output: int = 20, **sampling: object) -> RequestState:
+    return RequestState(
+        name, [1] * prompt, prompt, SamplingParams(**sampling), prompt + output, seed=0, num_write_ahead=3, num_lookahead_tokens=8
+    )  # type: ignore[arg-type]
 
 
-def run(scheduler: Scheduler, planned: Planned, *, accept: int = 0, drafts: int = 3, token: int = 1) -> list[Outcome]:
+def run(scheduler: Scheduler, planned: ScheduledStep, *, accept: int = 0, drafts: int = 3, token: int = 1) -> list[RequestOutput]:
     """Commit a step in which each verification accepts `accept` of its drafts."""
     results = []
     for span in planned.plan.spans:
-        accepted = min(accept, span.drafts)
+        accepted = min(accept, span.num_draft_tokens)
         tokens = [token] * (accepted + 1) if span.samples else []
         results.append(SpanResult(tokens, accepted, drafts if span.drafts_next else 0))
     outcomes = scheduler.commit(planned, StepResult(results))
@@ -43,11 +45,13 @@ def run(scheduler: Scheduler, planned: Planned, *, accept: int = 0, drafts: int 
     return outcomes
 
 
-def rows(planned: Planned) -> list[tuple[str, int, int, int]]:
-    return [(seq.id, span.start, span.length, span.drafts) for seq, span in zip(planned.seqs, planned.plan.spans, strict=True)]
+def rows(planned: ScheduledStep) -> list[tuple[str, int, int, int]]:
+    return [
+        (req.id, span.start, span.num_tokens, span.num_draft_tokens) for req, span in zip(planned.reqs, planned.plan.spans, strict=True)
+    ]
 
 
-def ids(sequences: Seq[Sequence | Admission]) -> list[str]:
+def ids(sequences: Seq[RequestState | NewRequest]) -> list[str]:
     return [each.id for each in sequences]
 
 
@@ -57,11 +61,11 @@ def test_decoding_first_then_chunks_then_admission() -> None:
         scheduler.add(request(name, prompt))
     planned = scheduler.plan(3)
     assert rows(planned) == [("a", 0, 4, 0), ("b", 0, 12, 0)]
-    assert ids(planned.plan.admissions) == ["a", "b"]
+    assert ids(planned.plan.new_requests) == ["a", "b"]
     run(scheduler, planned)
     planned = scheduler.plan(3)
     assert rows(planned) == [("a", 4, 1, 3), ("b", 12, 8, 0), ("c", 0, 4, 0)]
-    assert ids(planned.plan.admissions) == ["c"]
+    assert ids(planned.plan.new_requests) == ["c"]
     run(scheduler, planned, accept=2)
     assert rows(scheduler.plan(3)) == [("a", 7, 1, 3), ("b", 20, 1, 3), ("c", 4, 1, 0)]
 
@@ -94,8 +98,8 @@ def test_a_span_that_does_not_fit_waits_its_turn_whole() -> None:
     served = []
     for _ in range(10):
         planned = scheduler.plan(3)
-        assert [span.drafts for span in planned.plan.spans] == [3, 3]
-        served += ids(planned.seqs)
+        assert [span.num_draft_tokens for span in planned.plan.spans] == [3, 3]
+        served += ids(planned.reqs)
         run(scheduler, planned)
     assert "".join(served) == "abcde" * 4
 
@@ -114,8 +118,8 @@ def test_first_come_first_served_skips_nobody() -> None:
     scheduler.add(request("a", 20))
     scheduler.add(request("big", 20))
     scheduler.add(request("small", 1))
-    assert ids(scheduler.plan(3).seqs) == ["a"]
-    assert [seq.id for seq in scheduler.waiting] == ["big", "small"]
+    assert ids(scheduler.plan(3).reqs) == ["a"]
+    assert [req.id for req in scheduler.waiting] == ["big", "small"]
 
 
 def test_seats_limit_and_are_given_back() -> None:
@@ -123,11 +127,11 @@ def test_seats_limit_and_are_given_back() -> None:
     for name in "abc":
         scheduler.add(request(name, 1))
     run(scheduler, scheduler.plan(3))
-    assert [(seq.id, seq.seat) for seq in scheduler.running] == [("a", 0), ("b", 1)]
+    assert [(req.id, req.req_idx) for req in scheduler.running] == [("a", 0), ("b", 1)]
     aborted = scheduler.abort("a")
-    assert aborted is not None and aborted.finish is Finish.ABORT and aborted.seat is None and not aborted.held
+    assert aborted is not None and aborted.finish is Finish.ABORT and aborted.req_idx is None and not aborted.blocks
     scheduler.plan(3)
-    assert [(seq.id, seq.seat) for seq in scheduler.running] == [("b", 1), ("c", 0)]
+    assert [(req.id, req.req_idx) for req in scheduler.running] == [("b", 1), ("c", 0)]
     assert scheduler.abort("nobody") is None
 
 
@@ -136,13 +140,13 @@ def test_priorities_order_the_line_and_take_nobodys_seat() -> None:
     for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -3), ("e", 5), ("f", -3)):
         scheduler.add(request(name, 1, priority=priority))
     run(scheduler, scheduler.plan(3))
-    assert [seq.id for seq in scheduler.running] == ["d", "f"] and [seq.id for seq in scheduler.waiting] == ["a", "c", "b", "e"]
+    assert [req.id for req in scheduler.running] == ["d", "f"] and [req.id for req in scheduler.waiting] == ["a", "c", "b", "e"]
     scheduler.add(request("g", 1, priority=-9))
     run(scheduler, scheduler.plan(3))
-    assert [seq.id for seq in scheduler.running] == ["d", "f"] and [seq.id for seq in scheduler.waiting] == ["g", "a", "c", "b", "e"]
+    assert [req.id for req in scheduler.running] == ["d", "f"] and [req.id for req in scheduler.waiting] == ["g", "a", "c", "b", "e"]
     scheduler.abort("d")
     run(scheduler, scheduler.plan(3))
-    assert [seq.id for seq in scheduler.running] == ["g", "f"]
+    assert [req.id for req in scheduler.running] == ["g", "f"]
 
 
 def test_pages_cover_the_span_and_the_lookahead() -> None:
@@ -150,8 +154,8 @@ def test_pages_cover_the_span_and_the_lookahead() -> None:
     scheduler.add(request("a", 5))
     for _ in range(4):
         planned = scheduler.plan(3)
-        for seq, span in zip(planned.seqs, planned.plan.spans, strict=True):
-            assert seq.held[0].end >= span.start + span.width + seq.lookahead
+        for req, span in zip(planned.reqs, planned.plan.spans, strict=True):
+            assert req.blocks[0].end >= span.start + span.num_rows + req.num_lookahead_tokens
         run(scheduler, planned, accept=3)
 
 
@@ -162,7 +166,7 @@ def preempting(**priorities: int) -> Scheduler:
         scheduler.add(request(name, 12, output=40, priority=priorities.get(name, 0)))
     run(scheduler, scheduler.plan(3))
     run(scheduler, scheduler.plan(3))
-    assert [len(seq.held[0].pages) for seq in scheduler.running] == [3, 3, 3]
+    assert [len(req.blocks[0].pages) for req in scheduler.running] == [3, 3, 3]
     return scheduler
 
 
@@ -172,17 +176,17 @@ def test_the_youngest_gives_way_and_is_first_in_line() -> None:
     youngest = scheduler.running[-1]
     planned = scheduler.plan(3)
     assert rows(planned) == [("a", 13, 1, 3), ("b", 13, 1, 3)]
-    assert [seq.id for seq in scheduler.waiting] == ["c", "d"] and scheduler.preemptions == 1
-    assert (youngest.computed, youngest.drafts, youngest.held, youngest.seat) == (0, 0, [], None)
+    assert [req.id for req in scheduler.waiting] == ["c", "d"] and scheduler.preemptions == 1
+    assert (youngest.num_computed_tokens, youngest.num_draft_tokens, youngest.blocks, youngest.req_idx) == (0, 0, [], None)
     scheduler.check_integrity()
 
 
 def test_the_least_urgent_gives_way_and_waits_behind_the_more_urgent() -> None:
     scheduler = preempting(a=2)
     scheduler.add(request("d", 1, priority=1))
-    assert [seq.id for seq in scheduler.running] == ["b", "c", "a"]
-    assert ids(scheduler.plan(3).seqs) == ["b", "c"]  # d needs as many pages as are free, and one more
-    assert [seq.id for seq in scheduler.waiting] == ["d", "a"] and scheduler.preemptions == 1
+    assert [req.id for req in scheduler.running] == ["b", "c", "a"]
+    assert ids(scheduler.plan(3).reqs) == ["b", "c"]  # d needs as many pages as are free, and one more
+    assert [req.id for req in scheduler.waiting] == ["d", "a"] and scheduler.preemptions == 1
     scheduler.check_integrity()
 
 
@@ -191,12 +195,12 @@ def test_recomputation_stops_before_the_last_token_and_goes_on_with_drafts() -> 
     run(scheduler, scheduler.plan(3))
     scheduler.abort("a")
     planned = scheduler.plan(3)
-    assert ids(planned.seqs) == ["b", "c"] and rows(planned)[1] == ("c", 0, 13, 0)
+    assert ids(planned.reqs) == ["b", "c"] and rows(planned)[1] == ("c", 0, 13, 0)
     recomputed = planned.plan.spans[1]
     assert recomputed.drafts_next and not recomputed.samples
-    (admission,) = planned.plan.admissions
-    assert len(admission.tokens) == 14 and admission.prompt_len == 12
-    assert [outcome.seq.id for outcome in run(scheduler, planned)] == ["b"]
+    (new_request,) = planned.plan.new_requests
+    assert len(new_request.tokens) == 14 and new_request.num_prompt_tokens == 12
+    assert [outcome.req.id for outcome in run(scheduler, planned)] == ["b"]
     assert rows(scheduler.plan(3))[1] == ("c", 13, 1, 3)
 
 
@@ -210,9 +214,9 @@ def test_no_request_comes_back_in_the_plan_that_preempted_it(page_size: int, acc
     while scheduler.live:
         before, oldest = scheduler.preemptions, next(iter(scheduler.live))
         planned = scheduler.plan(3)
-        assert scheduler.preemptions == before or not planned.plan.admissions
+        assert scheduler.preemptions == before or not planned.plan.new_requests
         assert not scheduler.running or scheduler.running[0].id == oldest, "the oldest request was preempted"
-        assert [span.seat for span in planned.plan.spans] == [seq.seat for seq in planned.seqs]
+        assert [span.req_idx for span in planned.plan.spans] == [req.req_idx for req in planned.reqs]
         run(scheduler, planned, accept=accept)
     assert scheduler.preemptions > 0 or budget == 4  # one verification at a time lets few decode together
 
@@ -224,7 +228,7 @@ def test_result_of_an_aborted_request_is_ignored() -> None:
     planned = scheduler.plan(3)
     scheduler.abort("a")
     scheduler.add(request("a", 3))  # the same name again is somebody else
-    assert [outcome.seq.id for outcome in run(scheduler, planned)] == ["b"]
+    assert [outcome.req.id for outcome in run(scheduler, planned)] == ["b"]
     assert scheduler.live["a"].tokens == [1, 1, 1]
 
 
@@ -236,18 +240,18 @@ def test_a_result_that_does_not_fit_changes_nothing(result: SpanResult) -> None:
     for broken in (StepResult([result]), StepResult([])):
         with pytest.raises(ValueError, match=r"does not fit|1 spans but 0 results"):
             scheduler.commit(planned, broken)
-    assert scheduler.live["a"].computed == 0
+    assert scheduler.live["a"].num_computed_tokens == 0
 
 
 def test_until_stop() -> None:
-    seq = request("a", 2, output=3, stop_token_ids=(7,))
-    assert until_stop(seq, [1, 2], (EOS,)) == ([1, 2], None)
-    assert until_stop(seq, [1, 7, 2, 3], (EOS,)) == ([1, 7], Finish.STOP)
-    assert until_stop(seq, [1, EOS, 2], (EOS,)) == ([1, EOS], Finish.STOP)
-    assert until_stop(seq, [1, 2, 3, 4], (EOS,)) == ([1, 2, 3], Finish.LENGTH)
-    assert until_stop(seq, [1, 2, EOS, 4], (EOS,)) == ([1, 2, EOS], Finish.STOP)
+    req = request("a", 2, output=3, stop_token_ids=(7,))
+    assert until_stop(req, [1, 2], (EOS,)) == ([1, 2], None)
+    assert until_stop(req, [1, 7, 2, 3], (EOS,)) == ([1, 7], Finish.STOP)
+    assert until_stop(req, [1, EOS, 2], (EOS,)) == ([1, EOS], Finish.STOP)
+    assert until_stop(req, [1, 2, 3, 4], (EOS,)) == ([1, 2, 3], Finish.LENGTH)
+    assert until_stop(req, [1, 2, EOS, 4], (EOS,)) == ([1, 2, EOS], Finish.STOP)
     assert until_stop(request("b", 2, ignore_eos=True), [1, EOS, 2], (EOS,)) == ([1, EOS, 2], None)
-    assert until_stop(seq, [], (EOS,)) == ([], None)
+    assert until_stop(req, [], (EOS,)) == ([], None)
 
 
 def test_a_failed_row_ends_its_request_only() -> None:
@@ -256,13 +260,13 @@ def test_a_failed_row_ends_its_request_only() -> None:
     scheduler.add(request("b", 3))
     planned = scheduler.plan(3)
     outcomes = scheduler.commit(planned, StepResult([SpanResult([0], 0, 0, error=NOT_FINITE), SpanResult([1], 0, 0)]))
-    assert [(outcome.seq.id, outcome.tokens, outcome.seq.finish) for outcome in outcomes] == [("a", [], Finish.ERROR), ("b", [1], None)]
-    assert outcomes[0].seq.error == NOT_FINITE
+    assert [(outcome.req.id, outcome.tokens, outcome.req.finish) for outcome in outcomes] == [("a", [], Finish.ERROR), ("b", [1], None)]
+    assert outcomes[0].req.error == NOT_FINITE
     scheduler.check_integrity()
 
 
 def test_long_prompts_have_a_few_rows_in_every_other_step_beside_short_ones() -> None:
-    scheduler = make(service=ServiceOrder(long_prompt=8, long_rows=6, max_long=1))
+    scheduler = make(service=SchedulingPolicy(long_prompt=8, long_rows=6, max_long=1))
     for name in ("long", "longer"):
         scheduler.add(request(name, 40))
     found = []
@@ -278,7 +282,7 @@ def test_long_prompts_have_a_few_rows_in_every_other_step_beside_short_ones() ->
 def test_admission_leaves_pages_for_those_that_run() -> None:
     """The first one may still produce 20 tokens, in 5 pages; the second one needs 4 of the 8 that are free."""
     for reserved, running in ((0.0, ["a", "b"]), (1.0, ["a"])):
-        scheduler = make(pages=12, service=ServiceOrder(reserved=reserved))
+        scheduler = make(pages=12, service=SchedulingPolicy(reserved=reserved))
         scheduler.add(request("a", 4))
         scheduler.add(request("b", 4))
         scheduler.plan(3)
@@ -286,29 +290,29 @@ def test_admission_leaves_pages_for_those_that_run() -> None:
 
 
 def test_the_longest_prefix_is_served_first() -> None:
-    line, matched = Line(longest_prefix=True), {"a": 4, "b": 8, "c": 8}
+    line, matched = WaitingQueue(longest_prefix=True), {"a": 4, "b": 8, "c": 8}
     for arrival, name in enumerate(matched):
-        seq = request(name, 12)
-        seq.rank = (0, arrival)
-        line.add(seq)
-    assert ids(list(line.order(lambda seq: matched[seq.id]))) == ["b", "c", "a"]
+        req = request(name, 12)
+        req.queue_key = (0, arrival)
+        line.add(req)
+    assert ids(list(line.order(lambda req: matched[req.id]))) == ["b", "c", "a"]
 
 
 def test_tokens_behind_a_stop_fill_no_page_that_others_find() -> None:
-    scheduler, seq = make(), request("a", 4)
-    seq.root = b"root"
-    scheduler.add(seq)
+    scheduler, req = make(), request("a", 4)
+    req.hash_root = b"root"
+    scheduler.add(req)
     run(scheduler, scheduler.plan(3))
     planned = scheduler.plan(3)
     assert rows(planned) == [("a", 4, 1, 3)]
     (outcome,) = scheduler.commit(planned, StepResult([SpanResult([1, EOS, 1, 1], 3, 0)]))
-    assert outcome.tokens == [1, EOS] and seq.labelled == len(seq.keys) == 1
+    assert outcome.tokens == [1, EOS] and req.num_hashed_blocks == len(req.block_hashes) == 1
     scheduler.check_integrity()
 
 
 def test_a_request_s_stop_tokens_count_where_the_end_of_text_does_not() -> None:
-    seq = request("a", 2, ignore_eos=True, stop_token_ids=(7,))
-    assert until_stop(seq, [1, EOS, 7, 2], (EOS,)) == ([1, EOS, 7], Finish.STOP)
+    req = request("a", 2, ignore_eos=True, stop_token_ids=(7,))
+    assert until_stop(req, [1, EOS, 7, 2], (EOS,)) == ([1, EOS, 7], Finish.STOP)
 
 
 SCORE = TokenLogprob(-1.0, 1, [])
@@ -338,8 +342,8 @@ def test_scores_of_a_prompt_are_told_once_though_it_is_computed_again() -> None:
 
 def test_beside_prompts_only_those_rows_wait_whose_earlier_ones_do() -> None:
     """What a request with no row that waits has in such a step is absorbed with it: nobody keeps it."""
-    seq, span, waits = request("a", 4), SpanPlan(0, 4, 1, 0, True, True, None), []
+    req, span, waits = request("a", 4), SpanPlan(0, 4, 1, 0, True, True, None), []
     for beside in (True, False, True, True, True, True):
-        ((_, told),) = deferred([(seq, span)], want=0, most=3, beside=beside)
-        waits.append((told.deferred, told.late, seq.deferred))
+        ((_, told),) = deferred([(req, span)], draft_depth=0, most=3, beside=beside)
+        waits.append((told.defers_kv, told.num_deferred_tokens, req.num_deferred_tokens))
     assert waits == [(False, 0, 0), (True, 0, 1), (True, 0, 2), (True, 0, 3), (False, 3, 0), (False, 0, 0)]

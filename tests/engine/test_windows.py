@@ -34,12 +34,12 @@ def test_texts_do_not_depend_on_the_pages_of_windows(full: int, window: int, dra
 def test_a_long_text_holds_a_bounded_number_of_pages(overlap: int) -> None:
     runs = bench(drafts=3, overlap=overlap, context=400)
     runs.add("long", LONG, max_tokens=200)
-    lookahead, most = runs.runner.sizes.lookahead(overlap), 0
+    lookahead, most = runs.runner.sizes.num_lookahead_tokens(overlap), 0
     while runs.engine.has_work:
         runs.step()
-        for seq in runs.engine._scheduler.running:
-            most = max(most, len(seq.held[1].pages))
-            assert seq.held[0].first == 0 and seq.held[1].end * 4 >= seq.launched
+        for req in runs.engine._scheduler.running:
+            most = max(most, len(req.blocks[1].pages))
+            assert req.blocks[0].first == 0 and req.blocks[1].end * 4 >= req.num_scheduled_tokens
     # What is in flight is not booked, and its pages have no keys yet.
     assert most <= -(-(WINDOW + (1 + overlap) * BUDGET + lookahead) // 4) + 1 < len(LONG) // 4
     assert runs.texts["long"] == greedy_text(LONG, 200, VOCAB)

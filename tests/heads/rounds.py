@@ -19,7 +19,7 @@ from mtpserve.engine.engine import Engine
 from mtpserve.engine.startup.build import build_engine
 from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.runner import Runner
-from mtpserve.runtime.sampling.sampling import Asked
+from mtpserve.runtime.sampling.sampling import SamplingFeatures
 from mtpserve.spec.draft.passes import DraftPasses
 from mtpserve.tools.prove.proof import Proof, prove
 from tests.models.checkpoints import Tiny
@@ -84,15 +84,15 @@ def heard(engine: Engine) -> list[Drafted]:
     passes, drafts, fed = passes_of(engine), list[Drafted](), list[Tensor]()
     logits, step = passes.logits, passes.step
 
-    def listen(head: Tensor, depth: int, batch: Batch, seat_ids: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor | None]:
-        found, columns = logits(head, depth, batch, seat_ids, *rest)
-        for row, seat in enumerate(seat_ids.tolist()):
-            ids = batch.seats.tokens[seat, : batch.seats.length[seat]].tolist()
+    def listen(head: Tensor, depth: int, batch: Batch, req_indices: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor | None]:
+        found, columns = logits(head, depth, batch, req_indices, *rest)
+        for row, req_idx in enumerate(req_indices.tolist()):
+            ids = batch.req_tensors.tokens[req_idx, : batch.req_tensors.num_tokens[req_idx]].tolist()
             drafts.append(Drafted(ids, depth, int(fed[-1][row]) if depth else ids[-1], found[row].clone()))
         return found, columns
 
     def stepped(rows: Batch, state: Tensor | None, depth: int) -> Hidden:
-        fed.append(rows.ids.clone())
+        fed.append(rows.input_ids.clone())
         return step(rows, state, depth)
 
     passes.logits, passes.step = listen, stepped  # type: ignore[method-assign]
@@ -137,7 +137,7 @@ def captured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> int:
     runner = blinded(engine, monkeypatch)
     graphs = StepGraphs(runner.step, runner.sampling, Watched(), 4)
     trees = runner.sizes.trees
-    graphs.record_all([Asked.of([], False)], trees)
+    graphs.capture_all([SamplingFeatures.of([], False)], trees)
     for recorded in graphs.recorded.values():
         assert recorded is not None
         with torch.inference_mode():

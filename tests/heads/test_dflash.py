@@ -239,7 +239,7 @@ def test_steps_without_drafts_and_shallower_ones(trunk: Tiny, tmp_path: Path, mo
     drafts, launch, late = heard(engine), engine.runner.launch, list[int]()
 
     def launched(plan: StepPlan) -> Any:
-        late.extend(span.late for span in plan.spans)
+        late.extend(span.num_deferred_tokens for span in plan.spans)
         return launch(plan)
 
     monkeypatch.setattr(engine.runner, "launch", launched)

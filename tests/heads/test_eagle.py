@@ -192,7 +192,7 @@ def test_drafts_after_steps_without_any(fitting: TinyHead) -> None:
     engine = build_engine(config_of(fitting.target.directory, spec), poison=True)
     depths = cycle([0, 0, 0, 3, 0, 2, 3])
     assert engine.policy is not None
-    engine.policy.choose = lambda seqs: next(depths)  # type: ignore[method-assign]
+    engine.policy.choose = lambda reqs: next(depths)  # type: ignore[method-assign]
     texts(engine, "first", fitting), texts(engine, "again", fitting)
     assert engine.stats.draft_tokens_total > 40
 

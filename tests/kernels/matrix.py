@@ -198,12 +198,12 @@ def seats(target: str) -> None:
     """A step's own kernels: they have one form for all numbers of requests and rows."""
     from mtpserve_kernels.seats import reference, step
 
-    records = reference.Seats(ints(4, 4128), ints(5, 4), ints(4, 32), torch.zeros(4, dtype=torch.bool), ints(4, 65), 64)
+    records = reference.RequestTable(ints(4, 4128), ints(5, 4), ints(4, 32), torch.zeros(4, dtype=torch.bool), ints(4, 65), 64)
     requests, failed = ints(2), torch.zeros(2, dtype=torch.bool)
     for start in (None, requests):
         step.place(records, requests, ints(8), ints(8), ints(3), requests, requests, start=start)
     step.following(records, ints(8), ints(8))
-    step.draft_positions(ints(4), records.page_table, requests, 2, 3, 64)
+    step.draft_positions(ints(4), records.block_table, requests, 2, 3, 64)
     for drafts in (0, 1, 3, 7, 63):
         step.advance(records, requests, ints(3), requests, requests, requests, ints(2, drafts + 1))
         step.hold(records, requests, ints(2, drafts), requests)

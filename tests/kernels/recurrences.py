@@ -63,10 +63,10 @@ def case(rule: Rule, seed: int, trees: bool, requests: int = 5, ring: int = 5, l
         torch.full((rows, ring, rule.channels), torch.nan),
         torch.full((rows, ring, 2, rule.value_heads), torch.nan),
     )
-    for seat, new, number in zip(seats, fresh, replay, strict=True):
+    for req_idx, new, number in zip(seats, fresh, replay, strict=True):
         if not new:
-            layer.state[seat], layer.before[seat] = normal(*layer.state.shape[1:]), normal(*layer.before.shape[1:])
-        layer.ring[seat, :number], layer.ring_gates[seat, :number] = normal(number, rule.channels), gates(number, rule.value_heads)
+            layer.state[req_idx], layer.before[req_idx] = normal(*layer.state.shape[1:]), normal(*layer.before.shape[1:])
+        layer.ring[req_idx, :number], layer.ring_gates[req_idx, :number] = normal(number, rule.channels), gates(number, rule.value_heads)
     parents = torch.tensor([[random.randint(0, j) for j in range(ring)] for _ in seats])
     # The first one's is kept on the way through its ring.
     ways = [m if m and i == 0 else n + m for i, (n, m) in enumerate(zip(lengths, replay, strict=True))]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from mtpserve_kernels.seats.reference import Seats
+from mtpserve_kernels.seats.reference import RequestTable
 from torch import Tensor
 
 LONGEST, PAGE = 96, 4  # tokens of a seat, and of a page
 
 
-def random_seats(number: int, seed: int) -> Seats:
+def random_seats(number: int, seed: int) -> RequestTable:
     """Requests at any place, some of which have ended, have room for a few tokens only, or have more drafts than room."""
     dice = torch.Generator().manual_seed(seed)
 
@@ -22,4 +22,4 @@ def random_seats(number: int, seed: int) -> Seats:
     counts = torch.stack([length, computed, integers(30, number), limit, integers(9, number)])
     stops = torch.where(integers(3, number, 5) > 0, -1, integers(40, number, 5))
     table = torch.randperm(number * LONGEST // PAGE, generator=dice).view(number, -1)
-    return Seats(integers(40, number, LONGEST), counts, stops, integers(5, number) == 0, table, PAGE)
+    return RequestTable(integers(40, number, LONGEST), counts, stops, integers(5, number) == 0, table, PAGE)

@@ -37,7 +37,7 @@ class SpanCase:
         k = torch.full((slots, self.kv_heads, self.key_dim), torch.nan)
         v = torch.full((slots, self.kv_heads, self.value_dim), torch.nan)
         first, index, bits, starts, ends = 0, [], [], [], [0]
-        for (before, rows), seat, pages, n in zip(spans, seats.tolist(), per, lengths, strict=True):
+        for (before, rows), req_idx, pages, n in zip(spans, seats.tolist(), per, lengths, strict=True):
             mine = order[first : first + pages]
             first += pages
             nodes = min(rows, 64)  # the last rows are a tree's: its root, and what continues it
@@ -51,7 +51,7 @@ class SpanCase:
             starts.append(n - nodes)
             # The row that sees farthest back is the span's first.
             seen = range(max(before - self.window + 1, 0) if self.window else 0, n)
-            table[seat, (seen.start + self.shift) // page : pages] = mine[(seen.start + self.shift) // page :]
+            table[req_idx, (seen.start + self.shift) // page : pages] = mine[(seen.start + self.shift) // page :]
             written = (mine.unsqueeze(1) * page + torch.arange(page)).flatten()[seen.start + self.shift : n + self.shift]
             k[written] = torch.randn(len(seen), self.kv_heads, self.key_dim, generator=dice)
             v[written] = torch.randn(len(seen), self.kv_heads, self.value_dim, generator=dice)

@@ -18,7 +18,7 @@ from mtpserve.engine.startup import build
 from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.planning import load_model
 from mtpserve.layers.decoder import DecoderModel
-from mtpserve.runtime.graphs.graphs import CaptureFailed, CudaRecorder, GraphOutput, usual
+from mtpserve.runtime.graphs.graphs import CaptureFailed, CudaGraphCapturer, GraphOutput, usual
 from mtpserve.runtime.publish import Columns
 from tests import selection
 from tests.runtime.recorders import Again, runner_of
@@ -75,10 +75,10 @@ def test_captured_launched_and_in_plain_torch(family: str, shape: int | SpecConf
     wanted = run(tiny_engine(tiny_model(family, kernels="torch"), shape, page_size=16, device=device), asked, params)
     given: dict[str, Any] = {"page_size": 16, "backend": "triton", "device": device}
     assert run(tiny_engine(tiny_model(family, kernels="triton"), shape, **given), asked, params) == wanted
-    engine = tiny_engine(tiny_model(family, kernels="triton"), shape, overlap=1, recorder=CudaRecorder(), seats=12, **given)
+    engine = tiny_engine(tiny_model(family, kernels="triton"), shape, overlap=1, recorder=CudaGraphCapturer(), seats=12, **given)
     runner = runner_of(engine)
     assert runner.graphs is not None
-    runner.graphs.record_all(usual(runner.drafter.coupled), trees=shape is TREE, prompts=64, shared=True)
+    runner.graphs.capture_all(usual(runner.drafter.coupled), trees=shape is TREE, prompts=64, shared=True)
     made = len(runner.graphs.recorded)
     assert run(engine, asked, params) == wanted
     assert len(runner.graphs.recorded) == made and all(runner.graphs.recorded.values()), "not everything was captured at start"
@@ -86,7 +86,7 @@ def test_captured_launched_and_in_plain_torch(family: str, shape: int | SpecConf
 
 @GPU
 def test_a_failed_capture_spoils_nothing(device: torch.device) -> None:
-    numbers, recorder, stream = torch.arange(4.0, device=device), CudaRecorder(), torch.cuda.current_stream()
+    numbers, recorder, stream = torch.arange(4.0, device=device), CudaGraphCapturer(), torch.cuda.current_stream()
     columns = Columns(0, 0, False)
 
     def body(reads: bool) -> GraphOutput:
@@ -95,9 +95,9 @@ def test_a_failed_capture_spoils_nothing(device: torch.device) -> None:
 
     for _ in range(2):
         with pytest.raises(CaptureFailed):
-            recorder.record(lambda: body(True))
+            recorder.capture(lambda: body(True))
         assert torch.cuda.current_stream() == stream
-        made, again = recorder.record(lambda: body(False))
+        made, again = recorder.capture(lambda: body(False))
         numbers += 1
         again()
         assert made.table.tolist() == (numbers * 2).tolist()

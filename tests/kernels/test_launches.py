@@ -74,7 +74,7 @@ class Counting:
         self.monkeypatch = monkeypatch
         self.counts: list[Counter[str]] = []
 
-    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+    def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         body()  # as before a capture: constants are made then
         with self.monkeypatch.context() as patch, Launches(patch) as launches:
             output = body()

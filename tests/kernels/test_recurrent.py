@@ -69,8 +69,8 @@ def test_a_node_of_a_tree_is_its_path_alone(rule: Rule, seed: int) -> None:
     given = case(rule, seed, trees=True)
     own = given.rule, given.skip
     found = recur(given.x, given.gates, given.conv, given.copied(), given.spans, *own)
-    for r, seat in enumerate(given.spans.seats.tolist()):
-        first, end = given.spans.cu_q[r : r + 2].tolist()
+    for r, req_idx in enumerate(given.spans.seats.tolist()):
+        first, end = given.spans.query_start_loc[r : r + 2].tolist()
         length, parents = int(given.spans.length[r]), given.spans.parents
         assert parents is not None
         for node in range(1, end - first - length + 1):
@@ -78,7 +78,7 @@ def test_a_node_of_a_tree_is_its_path_alone(rule: Rule, seed: int) -> None:
             while at:
                 path, at = [at, *path], int(parents[r, at - 1])
             rows = [*range(first, first + length), *(first + length + number - 1 for number in path)]
-            one = span(length, len(path), int(given.spans.replay[r]), bool(given.spans.fresh[r]))._replace(seats=torch.tensor([seat]))
+            one = span(length, len(path), int(given.spans.replay[r]), bool(given.spans.fresh[r]))._replace(seats=torch.tensor([req_idx]))
             alone = recur(given.x[rows], given.gates[rows], given.conv, given.copied(), one, *own)
             torch.testing.assert_close(alone[-1], found[first + length + node - 1])
 
@@ -91,14 +91,14 @@ def test_a_state_that_is_kept_is_one_that_a_request_had(seed: int) -> None:
     assert given.spans.keep_after is not None and given.spans.keep_in is not None
     for r, after in enumerate(given.spans.keep_after.tolist()):
         if after:
-            first, place, replay = int(given.spans.cu_q[r]), int(given.spans.keep_in[r]), int(given.spans.replay[r])
+            first, place, replay = int(given.spans.query_start_loc[r]), int(given.spans.keep_in[r]), int(given.spans.replay[r])
             committed = max(after - replay, 0)
-            rows, seat = slice(first, first + committed), given.spans.seats[r : r + 1]
-            one = span(committed, 0, min(after, replay), bool(given.spans.fresh[r]))._replace(seats=seat)
+            rows, req_idx = slice(first, first + committed), given.spans.seats[r : r + 1]
+            one = span(committed, 0, min(after, replay), bool(given.spans.fresh[r]))._replace(seats=req_idx)
             alone = given.copied()
             recur(given.x[rows], given.gates[rows], given.conv, alone, one, given.rule)
-            torch.testing.assert_close(layer.state[place], alone.state[seat[0]])
-            torch.testing.assert_close(layer.before[place], alone.before[seat[0]])
+            torch.testing.assert_close(layer.state[place], alone.state[req_idx[0]])
+            torch.testing.assert_close(layer.before[place], alone.before[req_idx[0]])
 
 
 def compared(given: Case, kernel: object, tolerance: float) -> None:

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from mtpserve_kernels.seats import reference, step
-from mtpserve_kernels.seats.reference import Placed, Seats
+from mtpserve_kernels.seats.reference import PlacedRows, RequestTable
 from torch import Tensor
 
 from tests.kernels.seat_tensors import LONGEST, PAGE, random_seats
@@ -28,17 +28,17 @@ def between_poison(numbers: Tensor, device: torch.device) -> Tensor:
     return flat.to(device)[5:-5].view(numbers.shape)
 
 
-def seats_of(seed: int, device: torch.device) -> Seats:
+def seats_of(seed: int, device: torch.device) -> RequestTable:
     """With a seat that pads batches, and a page table whose rows are those of a wider one."""
     seats = random_seats(SEATS, seed)
     seats.counts[:, PADDING] = torch.tensor([1, 0, 1, 1, 0])
     seats.done[PADDING] = True
-    table = torch.cat([seats.page_table, torch.full((SEATS, 3), HUGE)], 1).to(device)
+    table = torch.cat([seats.block_table, torch.full((SEATS, 3), HUGE)], 1).to(device)
     parts = (part.to(device) for part in (seats.tokens, seats.counts, seats.stops, seats.done))
-    return Seats(*parts, table[:, :-3], PAGE)
+    return RequestTable(*parts, table[:, :-3], PAGE)
 
 
-def clone(seats: Seats) -> Seats:
+def clone(seats: RequestTable) -> RequestTable:
     return replace(seats, tokens=seats.tokens.clone(), counts=seats.counts.clone(), done=seats.done.clone())
 
 
@@ -49,11 +49,11 @@ def ids_of(requests: int, dice: torch.Generator) -> Tensor:
     return ids
 
 
-def compare(result: Seats, target: Seats) -> None:
+def compare(result: RequestTable, target: RequestTable) -> None:
     """But for what follows the token of the padding seat."""
     for seats in (result, target):
         seats.tokens[PADDING, 1:] = 0
-    for name in ("tokens", "counts", "stops", "done", "page_table"):
+    for name in ("tokens", "counts", "stops", "done", "block_table"):
         assert torch.equal(getattr(result, name), getattr(target, name)), name
 
 
@@ -65,12 +65,12 @@ def spans(requests: int, widest: int, dice: torch.Generator, device: torch.devic
     """row_span, offset, cu_q, last_row, drafts, samples"""
     drafts, committed = (first + torch.randint(widest + 1, (requests,), generator=dice) for first in (0, 1))
     width = committed + drafts
-    cu_q = torch.cat([torch.zeros(1, dtype=torch.int64), width.cumsum(0)])
+    query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), width.cumsum(0)])
     row_span = torch.arange(requests).repeat_interleave(width)
-    offset = torch.arange(len(row_span)) - cu_q[row_span]
-    parts = row_span, offset, cu_q, cu_q[:-1] + committed - 1, drafts, torch.randint(2, (requests,), generator=dice)
-    row_span, offset, cu_q, last_row, drafts, samples = (between_poison(part, device) for part in parts)
-    return row_span, offset, cu_q, last_row, drafts, samples
+    offset = torch.arange(len(row_span)) - query_start_loc[row_span]
+    parts = row_span, offset, query_start_loc, query_start_loc[:-1] + committed - 1, drafts, torch.randint(2, (requests,), generator=dice)
+    row_span, offset, query_start_loc, last_row, drafts, samples = (between_poison(part, device) for part in parts)
+    return row_span, offset, query_start_loc, last_row, drafts, samples
 
 
 @pytest.mark.parametrize("starts", [False, True], ids=["computed", "start"])
@@ -78,23 +78,23 @@ def spans(requests: int, widest: int, dice: torch.Generator, device: torch.devic
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_rows(requests: int, widest: int, starts: bool, device: torch.device) -> None:
     dice = torch.Generator().manual_seed(10 * requests + widest)
-    seats, seat_ids = seats_of(requests, device), between_poison(ids_of(requests, dice), device)
-    row_span, offset, cu_q, _, drafts, samples = spans(requests, widest, dice, device)
+    seats, req_indices = seats_of(requests, device), between_poison(ids_of(requests, dice), device)
+    row_span, offset, query_start_loc, _, drafts, samples = spans(requests, widest, dice, device)
     start = between_poison(torch.arange(requests), device) if starts else None
-    target = reference.place(seats, seat_ids, row_span, offset, cu_q, drafts, samples, start=start)
-    result = step.place(seats, seat_ids, row_span, offset, cu_q, drafts, samples, start=start)
-    for field in fields(Placed):
+    target = reference.place(seats, req_indices, row_span, offset, query_start_loc, drafts, samples, start=start)
+    result = step.place(seats, req_indices, row_span, offset, query_start_loc, drafts, samples, start=start)
+    for field in fields(PlacedRows):
         assert torch.equal(getattr(result, field.name), getattr(target, field.name)), field.name
         assert is_aligned(getattr(result, field.name)), field.name
-    assert requests < 33 or widest < 8 or bool((target.draft_count < drafts).any()), "some have fewer drafts, or no room"
+    assert requests < 33 or widest < 8 or bool((target.num_draft_tokens < drafts).any()), "some have fewer drafts, or no room"
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 31, 40, 97])
 def test_the_tokens_after_rows(rows: int, device: torch.device) -> None:
     seats, dice = seats_of(rows, device), torch.Generator().manual_seed(rows)
-    row_seats, index = (between_poison(torch.randint(most, (rows,), generator=dice), device) for most in (SEATS, LONGEST - 1))
-    result = step.following(seats, row_seats, index)
-    for part, target in zip(result, reference.following(seats, row_seats, index), strict=True):
+    token_req_indices, index = (between_poison(torch.randint(most, (rows,), generator=dice), device) for most in (SEATS, LONGEST - 1))
+    result = step.following(seats, token_req_indices, index)
+    for part, target in zip(result, reference.following(seats, token_req_indices, index), strict=True):
         assert torch.equal(part, target)
     assert is_aligned(*result)
 
@@ -104,7 +104,7 @@ def test_the_tokens_after_rows(rows: int, device: torch.device) -> None:
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_positions_of_drafts(requests: int, lookback: int, steps: int, device: torch.device) -> None:
     seats, dice = seats_of(requests, device), torch.Generator().manual_seed(requests)
-    arguments = seats.counts[0], seats.page_table, between_poison(ids_of(requests, dice), device), lookback, steps, PAGE
+    arguments = seats.counts[0], seats.block_table, between_poison(ids_of(requests, dice), device), lookback, steps, PAGE
     for result, target in zip(step.draft_positions(*arguments), reference.draft_positions(*arguments), strict=True):
         assert torch.equal(result, target)
         assert is_aligned(*result.unbind())
@@ -115,14 +115,14 @@ def test_positions_of_drafts(requests: int, lookback: int, steps: int, device: t
 def test_verdicts(requests: int, depth: int, device: torch.device) -> None:
     """Tokens that stop a request, requests that reach their limit, that have ended, that do not sample."""
     dice, seats = torch.Generator().manual_seed(10 * requests + depth), seats_of(requests + 1, device)
-    seat_ids = between_poison(ids_of(requests, dice), device)
-    _, _, cu_q, last_row, _, samples = spans(requests, depth, dice, device)
-    samples = between_poison(samples.masked_fill(seats.done[seat_ids], 0), device)
+    req_indices = between_poison(ids_of(requests, dice), device)
+    _, _, query_start_loc, last_row, _, samples = spans(requests, depth, dice, device)
+    samples = between_poison(samples.masked_fill(seats.done[req_indices], 0), device)
     accepted = between_poison(torch.randint(depth + 1, (requests,), generator=dice), device)
     tokens = torch.randint(40, (requests, 2 * depth + 2), generator=dice).to(device)[:, ::2]  # not contiguous
     result, target = clone(seats), clone(seats)
-    reference.advance(target, seat_ids, cu_q, last_row, samples, accepted, tokens)
-    step.advance(result, seat_ids, cu_q, last_row, samples, accepted, tokens)
+    reference.advance(target, req_indices, query_start_loc, last_row, samples, accepted, tokens)
+    step.advance(result, req_indices, query_start_loc, last_row, samples, accepted, tokens)
     assert requests < 33 or not torch.equal(seats.done, result.done)
     compare(result, target)
 
@@ -138,8 +138,13 @@ def test_a_stop_token_counts_where_it_is_committed(device: torch.device) -> None
     seats.stops[:, 2] = 39
     tokens = torch.where(torch.arange(depth + 1) > accepted.unsqueeze(1), -1, 7)
     tokens[torch.arange(requests), place] = 39
-    cu_q = torch.arange(requests + 1, device=device) * (depth + 1)
-    arguments = torch.arange(requests, device=device), cu_q, cu_q[:-1], torch.ones(requests, dtype=torch.int64, device=device)
+    query_start_loc = torch.arange(requests + 1, device=device) * (depth + 1)
+    arguments = (
+        torch.arange(requests, device=device),
+        query_start_loc,
+        query_start_loc[:-1],
+        torch.ones(requests, dtype=torch.int64, device=device),
+    )
     target = clone(seats)
     step.advance(seats, *arguments, accepted.to(device), tokens.to(device))
     reference.advance(target, *arguments, accepted.to(device), tokens.to(device))
@@ -152,15 +157,15 @@ def test_a_stop_token_counts_where_it_is_committed(device: torch.device) -> None
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_drafts_that_wait(requests: int, drafts: int, has_probs: bool, device: torch.device) -> None:
     dice, seats, vocab = torch.Generator().manual_seed(requests + drafts), seats_of(requests + 2, device), 1001
-    seat_ids = ids_of(requests, dice)
-    count = between_poison(torch.randint(drafts + 1, (requests,), generator=dice).masked_fill(seat_ids == PADDING, 0), device)
-    seat_ids = between_poison(seat_ids, device)
+    req_indices = ids_of(requests, dice)
+    count = between_poison(torch.randint(drafts + 1, (requests,), generator=dice).masked_fill(req_indices == PADDING, 0), device)
+    req_indices = between_poison(req_indices, device)
     tokens = torch.randint(40, (2 * drafts, requests), generator=dice).to(device).t()[:, ::2]  # not contiguous
     result, target = clone(seats), clone(seats)
     probs, probs_target = torch.rand(requests, drafts, vocab, device=device), torch.full((SEATS, 9, vocab), torch.nan, device=device)
     probs_result = probs_target.clone()
-    reference.hold(target, seat_ids, tokens, count, (probs, probs_target) if has_probs else None)
-    step.hold(result, seat_ids, tokens, count, (probs, probs_result) if has_probs else None)
+    reference.hold(target, req_indices, tokens, count, (probs, probs_target) if has_probs else None)
+    step.hold(result, req_indices, tokens, count, (probs, probs_result) if has_probs else None)
     assert torch.equal(probs_result[:PADDING].view(torch.int32), probs_target[:PADDING].view(torch.int32))
     assert bool(probs_result.isfinite().any()) == (has_probs and requests * drafts > 0)
     assert requests < 33 or not torch.equal(result.counts, seats.counts)
@@ -178,12 +183,12 @@ def test_the_table_for_the_host(requests: int, drafts: int, depth: int, tree: bo
         return between_poison(torch.randint(most, shape, generator=dice), device)
 
     rows = requests * (drafts + 2)
-    seat_ids, ids = integers(SEATS, requests), integers(1000, rows)
+    req_indices, ids = integers(SEATS, requests), integers(1000, rows)
     sample_rows = integers(max(rows, 1), requests, drafts + 1)
     verdict = integers(9, requests), between_poison(torch.randint(2, (requests,), generator=dice).bool(), device)
     tokens = integers(1000, requests, 2 * depth + 2)[:, ::2]
     nodes = (integers(9, requests, drafts + 2)[:, :drafts], integers(9, requests, depth + 1)) if tree else (None, None)
-    arguments = seat_ids, ids, sample_rows, integers(4, SEATS, drafts + 1), integers(9, requests), *verdict, tokens, *nodes
+    arguments = req_indices, ids, sample_rows, integers(4, SEATS, drafts + 1), integers(9, requests), *verdict, tokens, *nodes
     target = reference.result_table(*arguments)
     assert torch.equal(step.result_table(*arguments), target)
     assert target.shape[1] == 4 + depth + 2 * drafts + (drafts + depth + 1 if tree else 0)

@@ -41,7 +41,10 @@ def test_tokens_are_those_of_plain_torch(shape: SpecConfig, device: torch.device
 
 def test_what_rows_see_is_computed_on_the_device(device: torch.device) -> None:
     """Two spans, the second a tree whose last two rows are padding; one row after the tokens that count sees no more than these."""
-    given = {"ids": range(7), "cu_q": (0, 3, 7), "index": (4, 5, 6, 10, 11, 12, 13), "kv_len": (7, 12), "tree_start": (6, 10)}
+    given = {
+        "input_ids": range(7), "query_start_loc": (0, 3, 7), "token_indices": (4, 5, 6, 10, 11, 12, 13), "seq_lens": (7, 12),
+        "tree_start": (6, 10),
+    }  # fmt: skip
     batch: Any = SimpleNamespace(**{name: torch.tensor(list(values), device=device) for name, values in given.items()})
     with nothing_is_read():
         seen = RowsSeen.of(batch)

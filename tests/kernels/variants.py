@@ -89,11 +89,11 @@ def step(count: int) -> None:
         spans = StateSpans(*own, parents, None, None, 7, count)
         recur(torch.zeros(count, rule.channels), torch.zeros(count, 2, 4), torch.zeros(4, rule.channels), layer, spans, rule)
     requests, rows_of = ints(count), ints(3 * count)
-    records = reference.Seats(ints(50, 300), ints(5, 50), ints(50, 32), torch.zeros(50, dtype=torch.bool), ints(50, 16), 16)
+    records = reference.RequestTable(ints(50, 300), ints(5, 50), ints(50, 32), torch.zeros(50, dtype=torch.bool), ints(50, 16), 16)
     for start in (None, requests):
         seats.place(records, requests, rows_of, rows_of, ints(count + 1), requests, requests, start=start)
     seats.following(records, rows_of, rows_of)
-    seats.draft_positions(ints(50), records.page_table, requests, 2, 3, 16)
+    seats.draft_positions(ints(50), records.block_table, requests, 2, 3, 16)
     seats.advance(records, requests, ints(count + 1), requests, requests, requests, ints(count, 4))
     for probs in (None, (torch.zeros(count, 3, 1000), torch.zeros(50, 3, 1000))):
         seats.hold(records, requests, ints(count, 3), requests, probs)

@@ -12,23 +12,23 @@ from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.arch.model import Features, attention_kinds, page_groups, recurrent_kinds
-from mtpserve.core.batch import Want
+from mtpserve.core.batch import DraftTargets
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.plan import Admission, NewPages
+from mtpserve.core.plan import NewPages, NewRequest
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.startup.assemble import recur_of, trunk_attention
 from mtpserve.engine.startup.planning import describe, load_model
 from mtpserve.engine.startup.storage import Storage
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.runtime.admissions import seat
-from mtpserve.runtime.inputs import Rows, build, row_layout
-from mtpserve.runtime.records import Record
+from mtpserve.runtime.device_requests import DeviceRequests
+from mtpserve.runtime.inputs import BatchInputs, build, row_layout
+from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.rules import LogitRules
-from mtpserve.runtime.sampling.sampling import Asked, BatchSampler, SeatSampling
-from mtpserve.runtime.seats import SeatTensors
+from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SIZES = DraftSizes(steps=4, proposed=4, written=4)
+SIZES = DraftSizes(steps=4, num_proposed=4, written=4)
 
 
 class Harness:
@@ -49,12 +49,12 @@ class Harness:
         found = describe(EngineConfig(model=ModelConfig(model=str(directory), device=device.type)), want_mtp=with_mtp)
         arch, longest = found.arch, max(map(len, prompts))
         groups = page_groups(arch.layers)
-        self.seats = SeatTensors(len(prompts), longest, SIZES, arch.vocab, page_size, device, spare_pages=[0] * len(groups))
-        self.sampling = SeatSampling(len(prompts), LogitRules(self.seats, len(prompts), arch.vocab, (), (), device), device)
+        self.seats = DeviceRequests(len(prompts), longest, SIZES, arch.vocab, page_size, device, spare_pages=[0] * len(groups))
+        self.sampling = SamplingState(len(prompts), LogitRules(self.seats, len(prompts), arch.vocab, (), (), device), device)
         kernels = KERNELS.get({"reference": "torch"}.get(backend, backend))()
         kept = Storage(keep_blocks, torch.float32, keep_int4=keep_blocks)
-        self.model = load_model(found, torch.float32, device, longest + SIZES.lookahead(0), kernels, False, kept)
-        each = -(-(longest + SIZES.lookahead(0)) // page_size)
+        self.model = load_model(found, torch.float32, device, longest + SIZES.num_lookahead_tokens(0), kernels, False, kept)
+        each = -(-(longest + SIZES.num_lookahead_tokens(0)) // page_size)
         generator = torch.Generator().manual_seed(3)
         orders = [torch.randperm(each * len(prompts), generator=generator).tolist() for _ in groups]
         trunk, layers = arch.layers[: arch.num_layers], attention_kinds(arch.layers)
@@ -64,7 +64,9 @@ class Harness:
         self.attention = trunk_attention(backend, arch, self.stores, states, recur_of(backend))
         self.prompts, self.computed = prompts, [0] * len(prompts)
         params = SamplingParams(temperature=0)
-        self.records = [Record(Admission(i, str(i), list(prompt), len(prompt), 0, longest, i, params)) for i, prompt in enumerate(prompts)]
+        self.records = [
+            RunnerRequest(NewRequest(i, str(i), list(prompt), len(prompt), 0, longest, i, params)) for i, prompt in enumerate(prompts)
+        ]
         pages = [NewPages(i, 0, order[i * each : (i + 1) * each], g) for i in range(len(prompts)) for g, order in enumerate(orders)]
         seat(self.records, pages, self.seats, self.sampling)
 
@@ -76,21 +78,21 @@ class Harness:
         proposed = [min(drafts, rows[i] - 1) for i in running]
         ends = [self.computed[i] + rows[i] == len(self.prompts[i]) for i in running]
         layout = tuple((rows[i] - count, count, end and not count) for i, count, end in zip(running, proposed, ends, strict=True))
-        sampler = BatchSampler(self.sampling, Asked.of([self.records[i] for i in running], False))
-        given = Rows(
+        sampler = BatchSampler(self.sampling, SamplingFeatures.of([self.records[i] for i in running], False))
+        given = BatchInputs(
             row_layout(layout, self.device),
             torch.tensor(running, device=self.device),
             None,
-            Want(torch.zeros(len(running), device=self.device), 0),
+            DraftTargets(torch.zeros(len(running), device=self.device), 0),
             False,
             sampler,
         )
         batch = build(given, self.seats)
-        hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch), Features())
+        hidden = self.model.trunk(batch.input_ids, batch.positions, self.attention.plan(batch), Features())
         by_span = iter(self.model.logits(hidden.head).cpu().split([rows[i] for i in running]))
         for i in running:
             self.computed[i] += rows[i]
-            self.seats.computed[i] += rows[i]
+            self.seats.num_computed_tokens[i] += rows[i]
             self.forget(i)
         return [next(by_span) if number else torch.empty(0, self.model.arch.vocab) for number in rows]
 
@@ -99,7 +101,9 @@ class Harness:
         for kind, pool, group, *_ in self.stores.stores:
             unseen = 0 if kind.held is None else max(self.computed[i] - kind.held + 1, 0)
             for part in pool.parts:
-                part[:, self.seats.slots(torch.tensor(i, device=self.device), torch.arange(unseen, device=self.device), group)] = torch.nan
+                part[:, self.seats.slot_mapping(torch.tensor(i, device=self.device), torch.arange(unseen, device=self.device), group)] = (
+                    torch.nan
+                )
 
     def all_logits(self, widths: Seq[int], drafts: int = 0) -> list[Tensor]:
         """Steps of these widths until everything is computed → logits [tokens, vocabulary] for each sequence."""

@@ -46,13 +46,13 @@ class TableHead:
 
     lag, features, layers, at_once, mask, tokens = 1, Features(last="post"), (), False, None, None
 
-    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: object) -> Hidden:
+    def extend(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: object) -> Hidden:
         state = ids.float().unsqueeze(1) + VOCAB
         return Hidden(state, state)
 
-    step = absorb
+    step = extend
 
-    def fill(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: object) -> None:
+    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: object) -> None:
         """Its rows depend on no others."""
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
@@ -103,7 +103,7 @@ def table_engine(
 ) -> Engine:
     model: Any = TableModel()
     budget = max(seats * 8, 64)
-    lookahead = draft_sizes(spec, budget).lookahead(0)
+    lookahead = draft_sizes(spec, budget).num_lookahead_tokens(0)
     with BACKENDS.extended("none", "tests.parity.table:NoAttention"), pytest.MonkeyPatch.context() as patch:
         patch.setitem(KERNELS, "none", kernels())
         engine = assemble(

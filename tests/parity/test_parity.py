@@ -179,24 +179,26 @@ RULES = BatchRules.apply
 PROBS = BatchSampler.probs
 
 
-def without_path(self: BatchRules, logits: torch.Tensor, seat_ids: torch.Tensor, path: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def without_path(
+    self: BatchRules, logits: torch.Tensor, req_indices: torch.Tensor, path: torch.Tensor, count: torch.Tensor
+) -> torch.Tensor:
     """Every node is treated like the root, as peers do."""
-    return RULES(self, logits, seat_ids, path, torch.zeros_like(count))
+    return RULES(self, logits, req_indices, path, torch.zeros_like(count))
 
 
 def only_at_the_root(
-    self: BatchRules, logits: torch.Tensor, seat_ids: torch.Tensor, path: torch.Tensor, count: torch.Tensor
+    self: BatchRules, logits: torch.Tensor, req_indices: torch.Tensor, path: torch.Tensor, count: torch.Tensor
 ) -> torch.Tensor:
     """No rule behind the first token of a step."""
-    return torch.where((count == 0).unsqueeze(1), RULES(self, logits, seat_ids, path, count), logits)
+    return torch.where((count == 0).unsqueeze(1), RULES(self, logits, req_indices, path, count), logits)
 
 
 def skipped(name: str) -> Any:
-    def probs(self: BatchSampler, logits: torch.Tensor, seat_ids: torch.Tensor) -> torch.Tensor:
+    def probs(self: BatchSampler, logits: torch.Tensor, req_indices: torch.Tensor) -> torch.Tensor:
         kept = self.asked
         self.asked = replace(kept, **{name: 0 if name == "largest_k" else False})
         try:
-            return PROBS(self, logits, seat_ids)
+            return PROBS(self, logits, req_indices)
         finally:
             self.asked = kept
 

@@ -49,7 +49,7 @@ def test_it_holds_for_the_demo_model(topk: int, dtype: str) -> None:
 
 def keep_every_draft(chosen: torch.Tensor, batch: Any, depth: int) -> Any:
     if batch.drafts.shape[1]:
-        chosen = torch.cat([torch.where(batch.draft_count[:, None] > 0, batch.drafts, chosen[:, :-1]), chosen[:, -1:]], 1)
+        chosen = torch.cat([torch.where(batch.num_draft_tokens[:, None] > 0, batch.drafts, chosen[:, :-1]), chosen[:, -1:]], 1)
     return WALK(chosen, batch, depth)
 
 

@@ -42,7 +42,7 @@ class Again:
         self.recordings = 0
         self.replayed: list[int] = []  # requests of each replay, padding counted
 
-    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+    def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         first = body()
         self.recordings += 1
 
@@ -143,7 +143,7 @@ class Blind:
         return True
 
     def plan(self, batch: Batch) -> Sequence[Context]:
-        return Contexts(self.stores, [BlindPlan(store.pool, batch.slots) for store in self.stores.stores])
+        return Contexts(self.stores, [BlindPlan(store.pool, batch.slot_mapping) for store in self.stores.stores])
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from mtpserve.engine.startup import build
 from mtpserve.runtime.graphs.graphs import (
     Body,
     CaptureFailed,
-    CudaRecorder,
+    CudaGraphCapturer,
     GraphOutput,
     StepGraphs,
     tiers,
     usual,
 )
 from mtpserve.runtime.graphs.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts
-from mtpserve.runtime.sampling.sampling import Asked
+from mtpserve.runtime.sampling.sampling import SamplingFeatures
 from tests.runtime.recorders import Again, HostRead, Watched, blinded, nothing_is_read, runner_of
 from tests.spec.diagonal import diagonal
 from tests.tiny import prompts, run, tiny_engine, tiny_model
@@ -38,7 +38,7 @@ TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculat
 LOSSY = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_accept_threshold_single=0.5)
 SPECS = {"plain": PLAIN, "chain": CHAIN, "tree": TREE, "lossy": LOSSY}
 KINDS = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-GREEDY = Asked.of([], False)
+GREEDY = SamplingFeatures.of([], False)
 
 
 def chain(steps: int) -> SpecConfig:
@@ -51,8 +51,8 @@ def graphs_of(engine: Engine) -> StepGraphs:
     return graphs
 
 
-def sampled(coupled: bool) -> Asked:
-    return Asked(all_greedy=False, any_greedy=True, largest_k=64, any_top_p=True, any_min_p=True, all_coupled=coupled)
+def sampled(coupled: bool) -> SamplingFeatures:
+    return SamplingFeatures(all_greedy=False, any_greedy=True, largest_k=64, any_top_p=True, any_min_p=True, all_coupled=coupled)
 
 
 # -- what may be in a captured step -----------------------------------------------------------------------------------------------
@@ -81,15 +81,15 @@ def test_a_captured_step_reads_nothing_on_the_host(spec: SpecConfig, greedy: boo
     """Every tier, as at start."""
     engine = tiny_engine(tiny_model(family, kernels="torch"), spec, recorder=Watched())
     runner, graphs = blinded(engine, monkeypatch), graphs_of(engine)
-    asked = Asked.of([], runner.drafter.coupled) if greedy else sampled(runner.drafter.coupled)
-    graphs.record_all([asked], spec is TREE)
+    features = SamplingFeatures.of([], runner.drafter.coupled) if greedy else sampled(runner.drafter.coupled)
+    graphs.capture_all([features], spec is TREE)
     assert [key.requests for key in graphs.recorded if not key.rows] == [16, 8, 4, 2, 1]
     alone = [(key.rows, key.spans) for key in graphs.recorded if key.rows and not key.requests]
     mixed = [(key.requests, key.rows, key.spans) for key in graphs.recorded if key.rows and key.requests]
     assert alone == list(PROMPTS[::-1])
     assert mixed == ([] if spec is TREE else [(16, rows, spans) for rows, spans in MIXED_PROMPTS[::-1]])
     for key, recorded in graphs.recorded.items():
-        assert (key.deepest > 0) == (spec.steps > 0) and (key.trees == (spec is TREE) or key.rows)
+        assert (key.max_steps > 0) == (spec.steps > 0) and (key.trees == (spec is TREE) or key.rows)
         assert recorded is not None
         with torch.inference_mode():
             recorded.again()
@@ -134,7 +134,7 @@ def test_nor_does_what_options_add(spec: SpecConfig, greedy: bool, options: dict
     shape = spec if options else replace(spec, speculative_accept_threshold_single=0.5, speculative_accept_threshold_acc=0.7)
     engine = tiny_engine(tiny_model("mimo", kernels="torch"), shape, recorder=Watched(), seats=2, **options)
     runner, graphs = blinded(engine, monkeypatch), graphs_of(engine)
-    recorded = graphs.record(graphs.key(2, 3, True, GREEDY if greedy else sampled(runner.drafter.coupled), spec is TREE))
+    recorded = graphs.capture(graphs.key(2, 3, True, GREEDY if greedy else sampled(runner.drafter.coupled), spec is TREE))
     assert recorded is not None
     with torch.inference_mode():
         recorded.again()
@@ -143,18 +143,18 @@ def test_nor_does_what_options_add(spec: SpecConfig, greedy: bool, options: dict
 @pytest.mark.parametrize("end", ["abort", "finish"])
 def test_a_prediction_goes_with_its_request(end: str) -> None:
     engine = tiny_engine(tiny_model(kernels="torch"), CHAIN)
-    seats = runner_of(engine).seats
+    req_tensors = runner_of(engine).seats
     engine.add(Request("0", [1, 2], SamplingParams(max_tokens=6), prediction=[3, 4, 5]))
     engine.add(Request("1", [1, 2, 3], SamplingParams(max_tokens=40)))
     engine.step()
-    assert set(seats.predictions) == {0}
+    assert set(req_tensors.predictions) == {0}
     if end == "abort":
         engine.abort("0")
     while engine.has_work and "0" in engine._scheduler.live:
         engine.step()
     engine.add(Request("2", [1, 2], SamplingParams(max_tokens=6)))  # gets the seat that is free now
     engine.step()
-    assert engine._scheduler.live["2"].seat == 0 and not seats.predictions
+    assert engine._scheduler.live["2"].req_idx == 0 and not req_tensors.predictions
 
 
 # -- which are made, and how wide -------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_a_step_is_as_wide_as_the_engine_drafts(steps: int) -> None:
     whole = graphs.key(4, steps, steps, GREEDY, False)
     assert graphs.key(3, 0, steps, GREEDY, False) == graphs.key(3, steps, 0, GREEDY, False) == whole
     plain = graphs.key(3, 0, 0, GREEDY, False)
-    assert (plain.width, plain.deepest) == (1, 0)
+    assert (plain.width, plain.max_steps) == (1, 0)
 
 
 def test_chains_that_are_less_deep_have_a_few_widths_of_their_own() -> None:
@@ -183,10 +183,10 @@ def test_chains_that_are_less_deep_have_a_few_widths_of_their_own() -> None:
     assert [graphs.key(3, depth, depth, GREEDY, False).width for depth in range(1, 8)] == [2, 4, 4, 8, 8, 8, 8]
     # The step in which the depth changes verifies what the last one left, and drafts what the next one verifies.
     assert graphs.key(3, 3, 1, GREEDY, False) == graphs.key(3, 1, 3, GREEDY, False) == graphs.key(3, 3, 3, GREEDY, False)
-    graphs.record_all([GREEDY], False, adaptive=True, prompts=64)
-    decoding = {(key.requests, key.deepest) for key in graphs.recorded if not key.rows}
+    graphs.capture_all([GREEDY], False, adaptive=True, prompts=64)
+    decoding = {(key.requests, key.max_steps) for key in graphs.recorded if not key.rows}
     assert decoding == {(size, depth) for size in tiers(16) for depth in (0, 1, 3, 7)}
-    others = {(key.requests, key.rows, key.deepest) for key in graphs.recorded if key.rows}
+    others = {(key.requests, key.rows, key.max_steps) for key in graphs.recorded if key.rows}
     # Beside a request with eight rows a prompt has 56 of 64, at most.
     kinds = {(size, rows, depth) for size, rows in ((0, 64), (0, 128), (16, 64), (16, 192)) for depth in (0, 1, 3, 7)}
     assert others == kinds - {(16, 192, 7)}
@@ -205,7 +205,7 @@ def test_all_tiers_are_captured_at_start_and_said_to_be(
     engine = tiny_engine(tiny_model(kernels="torch"), CHAIN, recorder=recorder, seats=most)
     graphs = graphs_of(engine)
     with caplog.at_level(logging.INFO, "mtpserve"):
-        graphs.record_all([GREEDY, sampled(False)], False, above, prompts=48)
+        graphs.capture_all([GREEDY, sampled(False)], False, above, prompts=48)
     sizes = [key.requests for key in graphs.recorded if key.width == 4 and not key.rows]
     assert sizes == sorted(sizes, reverse=True) and set(sizes) == set(tiers(most))
     plain = {key.requests for key in graphs.recorded if key.width == 1 and not key.rows}
@@ -221,22 +221,22 @@ def test_all_tiers_are_captured_at_start_and_said_to_be(
 def test_what_pads_a_captured_step_touches_nobody() -> None:
     engine = tiny_engine(tiny_model(kernels="torch"), CHAIN, recorder=Again())
     runner, graphs = runner_of(engine), graphs_of(engine)
-    pool, seats = runner.step.stores.stores[0].pool, runner.seats
-    before = pool.k[:, : -seats.page_size].clone()
-    graphs.record(graphs.key(4, 3, True, GREEDY, False))
+    pool, req_tensors = runner.step.stores.stores[0].pool, runner.seats
+    before = pool.k[:, : -req_tensors.page_size].clone()
+    graphs.capture(graphs.key(4, 3, True, GREEDY, False))
     for resumed in ([], [0]):
-        graphs.record(graphs.prompt_key(Prompts([9], resumed), 3, GREEDY) or pytest.fail("it is not captured"))
-    assert torch.equal(before.isnan(), pool.k[:, : -seats.page_size].isnan())
-    assert pool.k[:, -seats.page_size :].isfinite().all()
-    assert (seats.length[:-1] == 0).all() and seats.length[-1] == 1 and seats.done.all()
+        graphs.capture(graphs.prompt_key(Prompts([9], resumed), 3, GREEDY) or pytest.fail("it is not captured"))
+    assert torch.equal(before.isnan(), pool.k[:, : -req_tensors.page_size].isnan())
+    assert pool.k[:, -req_tensors.page_size :].isfinite().all()
+    assert (req_tensors.num_tokens[:-1] == 0).all() and req_tensors.num_tokens[-1] == 1 and req_tensors.done.all()
 
 
 def test_a_graph_keeps_what_the_host_reads_and_nothing_else() -> None:
     """Above all not what the drafts were drawn from, [requests, depth, vocabulary]: a body has put it into the seats by then."""
 
     class Marked(Again):
-        def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
-            made, _ = super().record(body)
+        def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+            made, _ = super().capture(body)
             return made, lambda: None
 
     engine = tiny_engine(tiny_model(kernels="torch"), CHAIN, recorder=Marked())
@@ -249,7 +249,7 @@ def test_a_graph_keeps_what_the_host_reads_and_nothing_else() -> None:
         return drafts
 
     runner.drafter.draft = watched  # type: ignore[method-assign]
-    recorded = graphs.record(graphs.key(4, 3, True, sampled(False), False))
+    recorded = graphs.capture(graphs.key(4, 3, True, sampled(False), False))
     gc.collect()
     assert recorded is not None and drawn and all(probs() is None for probs in drawn)
     kept = [recorded.outcome.table, recorded.outcome.count]
@@ -262,8 +262,8 @@ def test_a_graph_keeps_what_the_host_reads_and_nothing_else() -> None:
 class Refusing(Again):
     """Cannot capture more than two requests."""
 
-    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
-        made, again = super().record(body)
+    def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+        made, again = super().capture(body)
         if len(made.table) > 2:
             raise CaptureFailed from RuntimeError("operation not permitted when stream is capturing\nCompile with `TORCH_USE_CUDA_DSA`")
         return made, again
@@ -358,7 +358,7 @@ class FakeCuda:
 def test_a_failed_capture_leaves_stream_and_allocator_as_they_were(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(fault)
     cuda.install(monkeypatch)
-    recorder, made = CudaRecorder(), GraphOutput(None, torch.zeros(1), None, False)  # type: ignore[arg-type]
+    recorder, made = CudaGraphCapturer(), GraphOutput(None, torch.zeros(1), None, False)  # type: ignore[arg-type]
 
     def body() -> GraphOutput:
         assert cuda.current == "side"
@@ -370,13 +370,13 @@ def test_a_failed_capture_leaves_stream_and_allocator_as_they_were(fault: str, m
 
     expected: Any = {"": nullcontext(), "device": pytest.raises(torch.AcceleratorError)}.get(fault, pytest.raises(CaptureFailed))
     with expected as caught:
-        assert recorder.record(body)[0] is made
+        assert recorder.capture(body)[0] is made
     assert (cuda.current, cuda.capturing) == ("main", False)
     if fault in ("body", "warm-up"):
         assert isinstance(caught.value.__cause__, (RuntimeError, torch.OutOfMemoryError))
     cuda.fault = fault = ""
     for _ in range(2):
-        assert recorder.record(body)[0] is made
+        assert recorder.capture(body)[0] is made
     assert cuda.pools <= 2
     assert cuda.log.count("new stream side") == 1, "libraries would keep a workspace for each"
 
@@ -387,11 +387,11 @@ def test_exact_steps_are_never_captured(exact: bool, monkeypatch: pytest.MonkeyP
     runner = runner_of(tiny_engine(tiny_model("mimo", kernels="torch"), CHAIN, exact=exact, recorder=Again()))
     if not exact:
         runner.step.attention.graph_safe = True
-    monkeypatch.setattr(build, "CudaRecorder", Again)
+    monkeypatch.setattr(build, "CudaGraphCapturer", Again)
     config = EngineConfig(spec=replace(CHAIN, speculative_adaptive=False, speculative_exact=exact))
     assert build.make_graphs(config, runner.step, runner.sampling, 2) is None, "captured on a CPU"
     monkeypatch.setattr(runner.step.seats, "device", FakeDevice())
-    monkeypatch.setattr(StepGraphs, "record", lambda graphs, key: graphs.recorded.update({key: None}))
+    monkeypatch.setattr(StepGraphs, "capture", lambda graphs, key: graphs.recorded.update({key: None}))
     graphs = build.make_graphs(config, runner.step, runner.sampling, 2)
     assert exact if graphs is None else len([key for key in graphs.recorded if not key.rows]) == 2 * len(usual(False))
 

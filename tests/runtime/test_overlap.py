@@ -73,7 +73,7 @@ def test_a_small_pool_preempts_and_the_text_stays(overlap: int) -> None:
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 def test_the_device_ends_requests_where_the_host_does(overlap: int) -> None:
     engine = tiny_engine(tiny_model(), CHAIN, eos=(11,), overlap=overlap)
-    seats = runner_of(engine).seats
+    req_tensors = runner_of(engine).seats
     for i, params in enumerate(asked(sampled=True)):
         engine.add(Request(str(i), prompts(6, seed=2)[i], params))
     ended: dict[int, list[int]] = {}
@@ -83,9 +83,9 @@ def test_the_device_ends_requests_where_the_host_does(overlap: int) -> None:
         for event in engine.step():
             if event.finish is not None:
                 ended[seat_of[event.id]] = live[event.id].tokens
-        seat_of |= {seq.id: seq.seat for seq in live.values() if seq.seat is not None}
-    assert len(ended) == 6 and bool(seats.done[:6].all())
-    for seat, tokens in ended.items():
+        seat_of |= {req.id: req.req_idx for req in live.values() if req.req_idx is not None}
+    assert len(ended) == 6 and bool(req_tensors.done[:6].all())
+    for req_idx, tokens in ended.items():
         # Steps that came too late left the seat alone; behind the stop stands at most what came with it in one step.
-        length = int(seats.length[seat])
-        assert len(tokens) <= length <= len(tokens) + 3 and seats.tokens[seat, : len(tokens)].tolist() == tokens
+        length = int(req_tensors.num_tokens[req_idx])
+        assert len(tokens) <= length <= len(tokens) + 3 and req_tensors.tokens[req_idx, : len(tokens)].tolist() == tokens

@@ -157,8 +157,8 @@ def test_who_is_preempted_is_told_of_again(overlap: int, pages: int) -> None:
     wired = wire(engine)
     tight = said(events(engine, requests))
     assert texts(tight) == texts(plain)
-    admissions = [each for plan in wired.plans for each in msgspec.msgpack.decode(plan, type=StepPlan).admissions]
-    again = [each for each in admissions if len(each.tokens) > each.prompt_len]
+    new_requests = [each for plan in wired.plans for each in msgspec.msgpack.decode(plan, type=StepPlan).new_requests]
+    again = [each for each in new_requests if len(each.tokens) > each.num_prompt_tokens]
     assert len(again) == engine.stats.preemptions_total > 0
     assert any(each.sampling.grammar is not None for each in again) and grammars.compiled > 2
 
@@ -183,8 +183,8 @@ def decoding(requests: int) -> StepPlan:
 
 def test_a_plan_is_small() -> None:
     steady = decoding(8)
-    assert [span.drafts for span in steady.spans] == [3] * 8
-    assert not steady.admissions and not steady.pages and len(msgspec.msgpack.encode(steady)) < 100
+    assert [span.num_draft_tokens for span in steady.spans] == [3] * 8
+    assert not steady.new_requests and not steady.new_pages and len(msgspec.msgpack.encode(steady)) < 100
 
 
 class Once(Risings):

@@ -46,7 +46,7 @@ def arrivals(
     for number in count():
         if number % 2 == 0 and number // 2 < len(requests):
             engine.add(Request(str(number // 2), *requests[number // 2]))
-        monkeypatch.setattr(engine, "_wanted", partial(depths.__getitem__, number % len(depths)))
+        monkeypatch.setattr(engine, "_next_depth", partial(depths.__getitem__, number % len(depths)))
         for event in engine.step():
             assert event.error is None, event.error
             tokens[int(event.id)] += event.tokens
@@ -64,16 +64,16 @@ def test_prompts_and_others_in_one_pass(spec: SpecConfig, family: str, monkeypat
     requests = list(zip(prompts(9, seed=8, longest=24), params, strict=True))
     plain, engine = (tiny_engine(tiny_model(family), spec, recorder=recorder, overlap=1) for recorder in (None, Again()))
     assert arrivals(engine, requests, wants, monkeypatch) == arrivals(plain, requests, wants, monkeypatch)
-    mixed = {key.deepest > 0 for key in graphs_of(engine).recorded if key.rows and key.requests}
-    assert mixed == (set() if spec is TREE else {want > 0 for want in wants})
+    mixed = {key.max_steps > 0 for key in graphs_of(engine).recorded if key.rows and key.requests}
+    assert mixed == (set() if spec is TREE else {draft_depth > 0 for draft_depth in wants})
     assert engine.stats.accepted_tokens_total == plain.stats.accepted_tokens_total
 
 
 def test_what_fits_into_a_step_is_captured_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each number of requests that decode, and prompts in all the rows that these leave."""
     graphs = graphs_of(tiny_engine(tiny_model(), CHAIN, recorder=Again(), seats=40))
-    monkeypatch.setattr(graphs, "record", lambda key: graphs.recorded.setdefault(key, None))
-    graphs.record_all([GREEDY], False, prompts=150)
+    monkeypatch.setattr(graphs, "capture", lambda key: graphs.recorded.setdefault(key, None))
+    graphs.capture_all([GREEDY], False, prompts=150)
     for requests in range(1, 150 // 4):
         for rows in (1, (150 - 4 * requests) // 2, 150 - 4 * requests):
             key = graphs.mixed_key(requests, 3, 3, GREEDY, Prompts([max(rows, 1)], []), False)
@@ -111,14 +111,14 @@ def test_what_pads_prompts_has_rows_of_its_own(lengths: list[int]) -> None:
     assert set(resumed) == ({1} if len(lengths) > 1 else {key.spans - 1})
     layout, kept = prompt_layout(torch.tensor(padded), torch.tensor(real), key.rows), row_layout(tuple((n, 0, True) for n in padded), CPU)
     given = sum(lengths)
-    for name in ("row_span", "node", "cu_q", "length", "draft_count", "last_row", "sample_rows"):
+    for name in ("row_span", "node", "query_start_loc", "num_tokens", "num_draft_tokens", "last_token_rows", "sample_rows"):
         assert torch.equal(getattr(layout, name), getattr(kept, name)), name
     assert torch.equal(layout.offset[:given], kept.offset[:given]) and not layout.offset[given:].any()
 
 
 def test_steps_that_defer_rows_beside_prompts_are_captured_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = graphs_of(tiny_engine(tiny_model(), CHAIN, recorder=Again(), seats=20))
-    monkeypatch.setattr(graphs, "record", lambda key: graphs.recorded.setdefault(key, None))
-    graphs.record_all([GREEDY], False, plain_above=0, prompts=150)
+    monkeypatch.setattr(graphs, "capture", lambda key: graphs.recorded.setdefault(key, None))
+    graphs.capture_all([GREEDY], False, plain_above=0, prompts=150)
     keys = [graphs.mixed_key(requests, 0, 0, GREEDY, Prompts([1], []), True) for requests in (1, 20)]
-    assert all(key is not None and key.deferred and key in graphs.recorded for key in keys)
+    assert all(key is not None and key.defers_kv and key in graphs.recorded for key in keys)

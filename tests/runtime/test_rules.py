@@ -8,36 +8,36 @@ import torch
 from torch import Tensor, inf
 
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.plan import Admission
+from mtpserve.core.plan import NewRequest
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.admissions import seat
-from mtpserve.runtime.records import Record
+from mtpserve.runtime.device_requests import DeviceRequests
+from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.rules import BatchRules, LogitRules, biases
-from mtpserve.runtime.sampling.sampling import SeatSampling
-from mtpserve.runtime.seats import SeatTensors
+from mtpserve.runtime.sampling.sampling import SamplingState
 
 VOCAB, EOS, SEATS, CPU = 6, 5, 2, torch.device("cpu")
 
 
-def record(number: int, tokens: list[int], prompt: int, words: list[list[int]] | None = None, **params: Any) -> Record:
+def record(number: int, tokens: list[int], prompt: int, words: list[list[int]] | None = None, **params: Any) -> RunnerRequest:
     sampling = SamplingParams(**params, bad_words=("x",) * bool(words))
-    return Record(Admission(number, f"r{number}", tokens, prompt, 0, 99, 0, sampling, words or []))
+    return RunnerRequest(NewRequest(number, f"r{number}", tokens, prompt, 0, 99, 0, sampling, words or []))
 
 
 class Rows:
     """The rules of some requests, as a step has them."""
 
-    def __init__(self, *records: Record) -> None:
-        self.seats = SeatTensors(SEATS, 16, DraftSizes(), VOCAB, 16, CPU, (EOS,))
+    def __init__(self, *requests: RunnerRequest) -> None:
+        self.seats = DeviceRequests(SEATS, 16, DraftSizes(), VOCAB, 16, CPU, (EOS,))
         self.rules = LogitRules(self.seats, SEATS + 1, VOCAB, (EOS,), (), CPU)
-        self.sampling = SeatSampling(SEATS, self.rules, CPU)
-        self.admit(*records)
+        self.sampling = SamplingState(SEATS, self.rules, CPU)
+        self.admit(*requests)
 
-    def admit(self, *records: Record) -> None:
-        seat(records, [], self.seats, self.sampling)
-        groups = self.rules.groups(records)
+    def admit(self, *requests: RunnerRequest) -> None:
+        seat(requests, [], self.seats, self.sampling)
+        groups = self.rules.groups(requests)
         assert groups is not None
-        self.batch = BatchRules(self.rules, records, groups, [torch.tensor(each) for each in groups.lists])
+        self.batch = BatchRules(self.rules, requests, groups, [torch.tensor(each) for each in groups.lists])
 
     def of(self, number: int, *path: int, logits: list[float] | None = None) -> list[float]:
         """The logits of the row after so many drafts."""

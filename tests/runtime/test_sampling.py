@@ -14,13 +14,13 @@ from scipy import stats
 from torch import Tensor
 
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.plan import Admission
+from mtpserve.core.plan import NewRequest
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.admissions import seat
-from mtpserve.runtime.records import Record
+from mtpserve.runtime.device_requests import DeviceRequests
+from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.rules import LogitRules
-from mtpserve.runtime.sampling.sampling import Asked, BatchSampler, SeatSampling
-from mtpserve.runtime.seats import SeatTensors
+from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
 from tests import selection
 
 CPU = torch.device("cpu")
@@ -30,14 +30,14 @@ class Seated:
     """Requests with these parameters, one in each seat."""
 
     def __init__(self, params: Seq[SamplingParams], seeds: Seq[int] | None = None) -> None:
-        seats = SeatTensors(len(params), 10, DraftSizes(), 2, 16, CPU)
-        self.sampling = SeatSampling(len(params), LogitRules(seats, len(params), 2, (), (), CPU), CPU)
+        req_tensors = DeviceRequests(len(params), 10, DraftSizes(), 2, 16, CPU)
+        self.sampling = SamplingState(len(params), LogitRules(req_tensors, len(params), 2, (), (), CPU), CPU)
         each = enumerate(zip(params, range(len(params)) if seeds is None else seeds, strict=True))
-        self.records = [Record(Admission(i, str(i), [0], 1, 0, 10, seed, asked)) for i, (asked, seed) in each]
-        seat(self.records, [], seats, self.sampling)
+        self.records = [RunnerRequest(NewRequest(i, str(i), [0], 1, 0, 10, seed, asked)) for i, (asked, seed) in each]
+        seat(self.records, [], req_tensors, self.sampling)
 
     def for_batch(self, seats: Iterable[int]) -> BatchSampler:
-        return BatchSampler(self.sampling, Asked.of([self.records[seat] for seat in seats], False))
+        return BatchSampler(self.sampling, SamplingFeatures.of([self.records[req_idx] for req_idx in seats], False))
 
 
 seated = Seated

@@ -43,7 +43,7 @@ class FakeEngine:
         self.card = ModelCard(name, VOCAB, CONTEXT, (1,), STEPS, page_size=16)
         self.stats = EngineStats(pages_total=PAGES, draft_tokens_per_position=[0, 0], accepted_tokens_per_position=[0, 0])
         self.stats.accept_lengths, self.stats.steps_per_depth = [0, 0, 0], [0, 0, 0]
-        self.policy: DepthPolicy | None = DepthPolicy(DraftSizes(steps=STEPS, proposed=STEPS, written=STEPS), STEPS)
+        self.policy: DepthPolicy | None = DepthPolicy(DraftSizes(steps=STEPS, num_proposed=STEPS, written=STEPS), STEPS)
         self.stats.depths = self.policy.state
         self.pause = pause
         self.live: dict[str, tuple[Request, int]] = {}
@@ -73,7 +73,7 @@ class FakeEngine:
         self.stats.prompt_tokens_total += len(request.prompt)
         self.found[request.id] = self._cached(request)
         self.stats.cached_prompt_tokens_total += self.found[request.id]
-        self.live[request.id] = (request, len(request.said))
+        self.live[request.id] = (request, len(request.prior_output_ids))
         self._gauge()
 
     def abort(self, request_id: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mtpserve.core.pulse import PULSE
+from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.process.hang import children, is_traced, silence, status
 from mtpserve.llm import LLM

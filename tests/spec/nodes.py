@@ -10,7 +10,7 @@ from mtpserve.core.kv_transfer import PageOffer, PageSource
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.pages.below import TierOptions
+from mtpserve.engine.pages.kv_offload import TierOptions
 from tests.spec.test_prefix_cache import PAGE, SHAPES, SYSTEM, facts
 from tests.tiny import VOCAB, tiny_engine
 
@@ -75,10 +75,10 @@ def computed_here(decode: Engine, model: Any, source: PageSource, reason: str, l
 
 def later(prefill: Engine) -> None:
     """When all leases are over."""
-    assert prefill._tiers is not None and prefill._tiers.exports is not None
-    prefill._tiers.exports._leases.clock = lambda: monotonic() + 100
+    assert prefill._tiers is not None and prefill._tiers.sender is not None
+    prefill._tiers.sender._leases.clock = lambda: monotonic() + 100
     _ = prefill.stats
-    prefill._tiers.exports._leases.clock = monotonic
+    prefill._tiers.sender._leases.clock = monotonic
 
 
 def free_blocks(engine: Engine) -> bool:

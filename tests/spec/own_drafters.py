@@ -56,17 +56,17 @@ class OwnModel(nn.Module):
             if parameter.device.type != "meta":
                 parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
 
-    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         assert (features is None) == (self.width == 0)
         x = self.embed(ids)
         return self.passed(self.fuse(x if features is None else torch.cat([x, features], -1)), positions, contexts)
 
-    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
-        self.absorb(ids, positions, features, contexts)
+    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+        self.extend(ids, positions, features, contexts)
 
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         if self.width == 0:
-            return self.absorb(ids, positions, None, contexts)
+            return self.extend(ids, positions, None, contexts)
         assert state is not None
         return self.passed(self.again(torch.cat([self.embed(ids), state], -1)), positions, contexts)
 

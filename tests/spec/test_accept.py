@@ -10,14 +10,14 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Verdict
+from mtpserve.core.batch import Batch, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.plan import Admission
+from mtpserve.core.plan import NewRequest
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.runtime.records import Record
+from mtpserve.runtime.device_requests import DeviceRequests
+from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.rules import LogitRules
-from mtpserve.runtime.sampling.sampling import Asked, BatchSampler, SeatSampling
-from mtpserve.runtime.seats import SeatTensors
+from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
 from mtpserve.spec.verify import accept as module
 from mtpserve.spec.verify.streams import DRAFT, DRAW
 
@@ -28,36 +28,36 @@ CPU = torch.device("cpu")
 def batch_of(drafts: Tensor, vocab: int, temperature: float, q: Tensor | None = None, count: Tensor | None = None) -> Batch:
     """drafts [R, K] of R requests with one committed token in the batch each; q [K, vocabulary] for all, or [R, K, vocabulary]."""
     rounds, k = drafts.shape
-    seats = SeatTensors(rounds, LENGTH + 1, DraftSizes(steps=k, proposed=k, written=k), vocab, 16, CPU)
-    seats.length.fill_(LENGTH)
+    req_tensors = DeviceRequests(rounds, LENGTH + 1, DraftSizes(steps=k, num_proposed=k, written=k), vocab, 16, CPU)
+    req_tensors.num_tokens.fill_(LENGTH)
     if q is not None and k:
-        seats.draft_probs[:rounds] = q
-    sampling = SeatSampling(rounds, LogitRules(seats, rounds, vocab, (), (), CPU), CPU)
+        req_tensors.draft_probs[:rounds] = q
+    sampling = SamplingState(rounds, LogitRules(req_tensors, rounds, vocab, (), (), CPU), CPU)
     sampling.temperature.fill_(temperature)
-    record = Record(Admission(0, "", [0], 1, 0, 99, 0, SamplingParams(temperature=temperature)))
+    request = RunnerRequest(NewRequest(0, "", [0], 1, 0, 99, 0, SamplingParams(temperature=temperature)))
     sampling.seed[:rounds] = torch.arange(rounds) * 7919 - 10_000
     rows = torch.arange(rounds * (k + 1)).view(rounds, k + 1)
     each = torch.arange(rounds)
     return Batch(
-        ids=torch.cat([torch.zeros(rounds, 1, dtype=torch.int64), drafts], 1).flatten(),
+        input_ids=torch.cat([torch.zeros(rounds, 1, dtype=torch.int64), drafts], 1).flatten(),
         positions=rows.flatten(),
-        index=rows.flatten(),
-        slots=rows.flatten(),
-        row_seats=each.repeat_interleave(k + 1),
-        seat_ids=each,
-        cu_q=torch.arange(rounds + 1) * (k + 1),
-        kv_len=torch.full((rounds,), LENGTH + k),
-        draft_count=torch.full((rounds,), k) if count is None else count,
-        last_row=rows[:, 0],
+        token_indices=rows.flatten(),
+        slot_mapping=rows.flatten(),
+        token_req_indices=each.repeat_interleave(k + 1),
+        req_indices=each,
+        query_start_loc=torch.arange(rounds + 1) * (k + 1),
+        seq_lens=torch.full((rounds,), LENGTH + k),
+        num_draft_tokens=torch.full((rounds,), k) if count is None else count,
+        last_token_rows=rows[:, 0],
         sample_rows=rows,
         samples=torch.ones(rounds, dtype=torch.int64),
         draft_spans=None,
-        seats=seats,
-        sampler=BatchSampler(sampling, Asked.of([record], coupled=False)),
+        req_tensors=req_tensors,
+        sampler=BatchSampler(sampling, SamplingFeatures.of([request], coupled=False)),
     )
 
 
-def accept(logits: Tensor, batch: Batch) -> Verdict:
+def accept(logits: Tensor, batch: Batch) -> VerifyOutput:
     return module.accept(logits, batch, depth=logits.shape[1] - 1)
 
 
@@ -73,7 +73,7 @@ def without(p: Tensor, tokens: slice) -> Tensor:
     return p / p.sum(-1, keepdim=True)
 
 
-def rounds_of(p: Tensor, q: Tensor, claimed: Tensor | None = None) -> tuple[Verdict, Tensor]:
+def rounds_of(p: Tensor, q: Tensor, claimed: Tensor | None = None) -> tuple[VerifyOutput, Tensor]:
     """p [k+1, V], q [k, V]: drafts are drawn from q with the engine's own numbers and said to come from `claimed` → verdict, drafts."""
     k = len(q)
     sampler = batch_of(torch.zeros(ROUNDS, k, dtype=torch.int64), VOCAB, 1.0).sampler
@@ -97,18 +97,18 @@ def chi_square(tokens: Tensor, p: Tensor) -> float:
 
 
 def check(p: Tensor, q: Tensor) -> None:
-    verdict, drafts = rounds_of(p, q)
-    assert not verdict.failed.any() and verdict.accepted.max() <= len(q)
+    verify_output, drafts = rounds_of(p, q)
+    assert not verify_output.failed.any() and verify_output.num_accepted_tokens.max() <= len(q)
     reached = ROUNDS
     for i in range(len(q) + 1):
-        there = verdict.accepted >= i
+        there = verify_output.num_accepted_tokens >= i
         # Given that everything before it was kept, the token at i has the law p[i], kept or replaced.
-        assert chi_square(verdict.tokens[there, i], p[i]) > 1e-4, f"position {i}"
+        assert chi_square(verify_output.tokens[there, i], p[i]) > 1e-4, f"position {i}"
         if i < len(q):
-            kept = int((verdict.accepted > i).sum())
+            kept = int((verify_output.num_accepted_tokens > i).sum())
             rate = torch.minimum(p[i], q[i]).sum().item()
             assert abs(kept - rate * reached) <= 5 * (reached * max(rate * (1 - rate), 1e-9)) ** 0.5 + 1e-3 * reached**0.5, f"position {i}"
-            assert (verdict.tokens[:, i] == drafts[:, i])[verdict.accepted > i].all()
+            assert (verify_output.tokens[:, i] == drafts[:, i])[verify_output.num_accepted_tokens > i].all()
             reached = kept
 
 
@@ -131,8 +131,8 @@ def test_proposals_that_are_all_wrong() -> None:
 
 def test_proposals_from_the_very_distribution_are_all_kept() -> None:
     p = distribution(4, seed=7)
-    verdict, _ = rounds_of(p, p[:3].clone())
-    assert (verdict.accepted == 3).float().mean() > 0.999  # but for rounding
+    verify_output, _ = rounds_of(p, p[:3].clone())
+    assert (verify_output.num_accepted_tokens == 3).float().mean() > 0.999  # but for rounding
     check(p, p[:3])
 
 
@@ -151,15 +151,15 @@ def test_a_point_mass_as_target() -> None:
 
 def test_the_test_would_see_a_tenth_of_leniency() -> None:
     p, q = distribution(2, seed=1), distribution(1, seed=2)
-    verdict, _ = rounds_of(p, q, claimed=0.9 * q)
-    assert chi_square(verdict.tokens[:, 0], p[0]) < 1e-5
+    verify_output, _ = rounds_of(p, q, claimed=0.9 * q)
+    assert chi_square(verify_output.tokens[:, 0], p[0]) < 1e-5
 
 
 def test_plain_sampling_is_a_chain_of_none() -> None:
     p = distribution(1, seed=3)
-    verdict = accept(p.log().expand(ROUNDS, 1, VOCAB), batch_of(torch.zeros(ROUNDS, 0, dtype=torch.int64), VOCAB, 1.0))
-    assert verdict.tokens.shape == (ROUNDS, 1) and not verdict.accepted.any()
-    assert chi_square(verdict.tokens[:, 0], p[0]) > 1e-4
+    verify_output = accept(p.log().expand(ROUNDS, 1, VOCAB), batch_of(torch.zeros(ROUNDS, 0, dtype=torch.int64), VOCAB, 1.0))
+    assert verify_output.tokens.shape == (ROUNDS, 1) and not verify_output.num_accepted_tokens.any()
+    assert chi_square(verify_output.tokens[:, 0], p[0]) > 1e-4
 
 
 def test_shorter_chains_beside_longer_ones() -> None:
@@ -170,11 +170,13 @@ def test_shorter_chains_beside_longer_ones() -> None:
     logits = p.log().expand(ROUNDS, 4, VOCAB).clone()
     padded = torch.arange(4) > count[:, None]
     logits[padded] = torch.nan
-    verdict = accept(logits, batch_of(drafts, VOCAB, 1.0, q, count))
-    assert not verdict.failed.any() and torch.equal(verdict.accepted, torch.minimum(verdict_of_all.accepted, count))
+    verify_output = accept(logits, batch_of(drafts, VOCAB, 1.0, q, count))
+    assert not verify_output.failed.any() and torch.equal(
+        verify_output.num_accepted_tokens, torch.minimum(verdict_of_all.num_accepted_tokens, count)
+    )
     for k in range(4):
-        ended = (count == k) & (verdict.accepted == k)
-        assert chi_square(verdict.tokens[ended, k], p[k]) > 1e-4
+        ended = (count == k) & (verify_output.num_accepted_tokens == k)
+        assert chi_square(verify_output.tokens[ended, k], p[k]) > 1e-4
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
@@ -192,14 +194,14 @@ def test_greedy_compares_with_the_most_likely(k: int, mixed: bool) -> None:
         assert isinstance(sampler, BatchSampler)
         sampler.seats.temperature[0] = 1.0
         sampler.asked = replace(sampler.asked, all_greedy=False)
-    verdict = accept(logits, batch)
+    verify_output = accept(logits, batch)
     for row in range(1 if mixed else 0, 300):
         wanted = logits[row].argmax(-1).tolist()
         same = 0
         while same < k and drafts[row, same] == wanted[same]:
             same += 1
-        assert int(verdict.accepted[row]) == same
-        assert verdict.tokens[row, : same + 1].tolist() == wanted[: same + 1]
+        assert int(verify_output.num_accepted_tokens[row]) == same
+        assert verify_output.tokens[row, : same + 1].tolist() == wanted[: same + 1]
 
 
 BROKEN = {
@@ -226,11 +228,18 @@ def test_broken_rows_fail_alone_and_stay_in_the_vocabulary(how: object, vocab: i
     for row in (1, 4, 8):
         assert callable(how)
         how(bad[row, 0])
-    verdict = accept(bad, batch_of(drafts, vocab, temperature, q))
-    assert verdict.failed.nonzero().flatten().tolist() == [1, 4, 8]
-    assert verdict.tokens.min() >= 0 and verdict.tokens.max() < vocab and verdict.accepted.min() >= 0 and verdict.accepted.max() <= 2
-    others = ~verdict.failed
-    assert torch.equal(verdict.tokens[others], good.tokens[others]) and torch.equal(verdict.accepted[others], good.accepted[others])
+    verify_output = accept(bad, batch_of(drafts, vocab, temperature, q))
+    assert verify_output.failed.nonzero().flatten().tolist() == [1, 4, 8]
+    assert (
+        verify_output.tokens.min() >= 0
+        and verify_output.tokens.max() < vocab
+        and verify_output.num_accepted_tokens.min() >= 0
+        and verify_output.num_accepted_tokens.max() <= 2
+    )
+    others = ~verify_output.failed
+    assert torch.equal(verify_output.tokens[others], good.tokens[others]) and torch.equal(
+        verify_output.num_accepted_tokens[others], good.num_accepted_tokens[others]
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -240,10 +249,10 @@ def test_mass_in_the_first_tokens_alone(vocab: int, temperature: float) -> None:
     logits = torch.full((4, 3, vocab), -torch.inf)
     logits[:, :, :3] = torch.tensor([0.0, 1.0, 2.0])
     drafts = torch.tensor([[0, 1], [2, 2], [7, 1], [vocab - 1, 0]])
-    verdict = accept(logits, batch_of(drafts, vocab, temperature, torch.nn.functional.one_hot(drafts, vocab).float()))
-    assert not verdict.failed.any() and (verdict.accepted[2:] == 0).all()
-    for row, accepted in enumerate(verdict.accepted.tolist()):
-        assert set(verdict.tokens[row, : accepted + 1].tolist()) <= {0, 1, 2}
+    verify_output = accept(logits, batch_of(drafts, vocab, temperature, torch.nn.functional.one_hot(drafts, vocab).float()))
+    assert not verify_output.failed.any() and (verify_output.num_accepted_tokens[2:] == 0).all()
+    for row, accepted in enumerate(verify_output.num_accepted_tokens.tolist()):
+        assert set(verify_output.tokens[row, : accepted + 1].tolist()) <= {0, 1, 2}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -255,9 +264,9 @@ def test_rows_that_decided_nothing_may_be_anything(temperature: float) -> None:
     logits[2:, 1:] = torch.nan
     logits[1, 2] = torch.nan
     q = torch.nn.functional.one_hot(drafts, 100).float()
-    verdict = accept(logits, batch_of(drafts, 100, temperature, q))
-    assert verdict.accepted.tolist() == [2, 1, 0, 0] and not verdict.failed.any()
-    assert all(verdict.tokens[row, at] == 50 for row, at in enumerate(verdict.accepted.tolist()))
+    verify_output = accept(logits, batch_of(drafts, 100, temperature, q))
+    assert verify_output.num_accepted_tokens.tolist() == [2, 1, 0, 0] and not verify_output.failed.any()
+    assert all(verify_output.tokens[row, at] == 50 for row, at in enumerate(verify_output.num_accepted_tokens.tolist()))
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 100, 8193, 40_000])
@@ -288,8 +297,8 @@ def test_what_pads_fewer_drafts_is_not_accepted() -> None:
     """Greedy requests, whose padding is just what the target chooses."""
     logits = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(5))
     count = torch.arange(8) % 4
-    verdict = accept(logits, batch_of(logits[:, :3].argmax(-1), 5, 0.0, count=count))
-    assert torch.equal(verdict.accepted, count)
+    verify_output = accept(logits, batch_of(logits[:, :3].argmax(-1), 5, 0.0, count=count))
+    assert torch.equal(verify_output.num_accepted_tokens, count)
 
 
 def test_a_coupled_draft_is_accepted_where_the_target_draws_it() -> None:
@@ -300,4 +309,4 @@ def test_a_coupled_draft_is_accepted_where_the_target_draws_it() -> None:
     batch = batch_of(drafts, VOCAB, 1.0)
     assert isinstance(batch.sampler, BatchSampler)
     batch.sampler.asked = replace(batch.sampler.asked, all_coupled=True)
-    assert (accept(p.log().expand(rounds, 4, VOCAB), batch).accepted == 3).all()
+    assert (accept(p.log().expand(rounds, 4, VOCAB), batch).num_accepted_tokens == 3).all()

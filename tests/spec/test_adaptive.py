@@ -45,7 +45,7 @@ def erratic(engine: Engine, seed: int, calm: int = 0) -> Engine:
         if not calm and dice.random() < 0.3:
             return choose(seqs)
         for seq in seqs:
-            seq.most = dice.choice([None, *range(policy.sizes.proposed + 1)])
+            seq.max_draft_tokens = dice.choice([None, *range(policy.sizes.num_proposed + 1)])
         return dice.randint(0, policy.deepest)
 
     policy.choose = chosen  # type: ignore[method-assign]
@@ -79,7 +79,7 @@ def test_captured_steps_draft_what_others_do(family: str, kind: str, pauses: tup
         engine = erratic(tiny_engine(model, KINDS[kind], adaptive=True, overlap=1, recorder=recorder), 5, calm=20)
         if recorder is not None:
             greedy = usual(runner_of(engine).drafter.coupled)[:1]
-            graphs_of(engine).record_all(greedy, kind == "tree", adaptive=True, prompts=64)
+            graphs_of(engine).capture_all(greedy, kind == "tree", adaptive=True, prompts=64)
         made = recorder and recorder.recordings
         drafts: dict[str, list[list[int]]] = {str(number): [] for number in range(len(asked))}
         for number, prompt in enumerate(asked):

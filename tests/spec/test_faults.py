@@ -77,8 +77,12 @@ def verified(right: list[int] | None, row: int, bad: float | None) -> Verified:
 
     def launched(plan: StepPlan) -> Any:
         nonlocal hit
-        ends = accumulate(span.width for span in plan.spans)
-        first = [end - span.drafts - 1 for end, span in zip(ends, plan.spans, strict=True) if span.seat == 2 and span.drafts and not hit]
+        ends = accumulate(span.num_rows for span in plan.spans)
+        first = [
+            end - span.num_draft_tokens - 1
+            for end, span in zip(ends, plan.spans, strict=True)
+            if span.req_idx == 2 and span.num_draft_tokens and not hit
+        ]
         place[:] = [start + row for start in first]
         hit = hit or bool(place)
         return launch(plan)
@@ -98,7 +102,7 @@ def verified(right: list[int] | None, row: int, bad: float | None) -> Verified:
             found.tokens[int(event.id)] += event.tokens
             found.last[event.id] = event
             if event.id == "2" and place:
-                found.accepted = event.accepted
+                found.accepted = event.num_accepted_tokens
         engine.check_integrity()
     assert hit
     found.failed, found.pages_used = engine.stats.failed_requests_total, engine.stats.pages_used
@@ -127,7 +131,7 @@ def test_a_bad_row_of_a_verification(row: int, bad: float, accepted: bool) -> No
 def test_a_dead_draft_head_costs_acceptance_only(params: SamplingParams) -> None:
     model, asked = tiny_model(), prompts(6)
     plain = run(tiny_engine(model, 0), asked, GREEDY)
-    healthy = model.mtp_head.absorb  # type: ignore[union-attr]
+    healthy = model.mtp_head.extend  # type: ignore[union-attr]
 
     def mtp(*arguments: Any) -> Any:
         hidden = healthy(*arguments)
@@ -150,7 +154,7 @@ def test_a_dead_draft_head_shows_in_the_rate_of_acceptance() -> None:
     draft_one_by_one(engine)
     texts = [run(engine, [[5, 6, 7]], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))]
     accepted, drafted = engine.stats.accepted_tokens_total, engine.stats.draft_tokens_total
-    healthy = model.mtp_head.absorb  # type: ignore[union-attr]
+    healthy = model.mtp_head.extend  # type: ignore[union-attr]
 
     def mtp(*arguments: Any) -> Any:
         hidden = healthy(*arguments)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from mtpserve.core.batch import Drafts, Source, Want
+from mtpserve.core.batch import Drafts, DraftTargets, Source
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.spec.draft.chain import ChainDrafter
 from mtpserve.spec.draft.combined import merge
 from mtpserve.spec.draft.ngram import continued, predicted
 
-SIZES = DraftSizes(steps=1, proposed=1, written=1, free=2)
+SIZES = DraftSizes(steps=1, num_proposed=1, written=1, free=2)
 ZERO = torch.zeros(1, dtype=torch.int64)
 
 
@@ -36,7 +36,7 @@ def test_a_prediction_is_proposed_from_its_beginning_and_then_from_where_the_tex
 def test_a_free_chain_ends_where_the_tree_is_full() -> None:
     chain = torch.tensor([[4, 5, 6, 7]]), torch.tensor([4]), Source.PREDICTION
     drafts = merge(None, 1, [chain, chain], SIZES)
-    assert drafts.tokens.tolist() == [[4, 5, 6]] and drafts.count.tolist() == [3] and drafts.tree is not None
+    assert drafts.tokens.tolist() == [[4, 5, 6]] and drafts.num_draft_tokens.tolist() == [3] and drafts.tree is not None
     assert drafts.tree.parents.tolist() == [[0, 1, 2]]
 
 
@@ -54,5 +54,5 @@ def test_a_model_s_chain_is_no_longer_than_it_made_it_where_free_drafts_may_be_d
         joined=lambda batch, hidden, verdict: hidden,
         draft_chain=lambda passes, batch, hidden, verdict, steps: (torch.ones(2, steps, dtype=torch.int64), None),
     )
-    drafts = ChainDrafter(passes, SIZES).draft(nothing, nothing, nothing, Want(torch.tensor([3, 0]), 3, None))
-    assert drafts is not None and drafts.tokens.shape == (2, 1) and drafts.count.tolist() == [1, 0]
+    drafts = ChainDrafter(passes, SIZES).draft(nothing, nothing, nothing, DraftTargets(torch.tensor([3, 0]), 3, None))
+    assert drafts is not None and drafts.tokens.shape == (2, 1) and drafts.num_draft_tokens.tolist() == [1, 0]

@@ -137,7 +137,7 @@ def test_a_reader_that_says_nonsense() -> None:
         with socket.create_connection((offer.host, offer.port)) as connection:
             connection.sendall(nonsense)
     ask(decode, "d", PROMPT, source=source(offer), temperature=0.0)
-    assert sum(event.cached for event in drain(decode)["d"]) == 36
+    assert sum(event.num_cached_tokens for event in drain(decode)["d"]) == 36
 
 
 def test_a_page_that_is_not_the_leases_any_more_is_not_sent() -> None:

@@ -27,7 +27,7 @@ def test_the_same_as_on_one_node(family: str, shape: str, law: str) -> None:
     ask(decode, "d", PROMPT, source=source(offer), **LAWS[law])
     events = drain(decode)["d"]
     assert facts(events) == facts(single(model, shape, PROMPT, **LAWS[law]))
-    assert sum(event.cached for event in events) == offer.columns * PAGE == 36
+    assert sum(event.num_cached_tokens for event in events) == offer.columns * PAGE == 36
     stats = decode.stats
     assert stats.transfers_total["pull"] >= 9 and not stats.failed_pulls_total and stats.transfer_bytes_total["pull"] > 0
     assert prefill.stats.drafts_total == 0 and (shape == "plain" or stats.drafts_total > 0)
@@ -43,7 +43,7 @@ def test_windows_and_each_way(way: str) -> None:
     ask(decode, "d", PROMPT, source=source(offer), temperature=0.0)
     events = drain(decode)["d"]
     assert facts(events) == facts(single(model, "chain", PROMPT, temperature=0.0))
-    assert sum(event.cached for event in events) == 36 and not decode.stats.failed_pulls_total
+    assert sum(event.num_cached_tokens for event in events) == 36 and not decode.stats.failed_pulls_total
 
 
 def test_only_what_is_lacking_is_asked_for() -> None:
@@ -52,7 +52,7 @@ def test_only_what_is_lacking_is_asked_for() -> None:
     ask(decode, "first", SYSTEM, temperature=0.0, max_tokens=2)
     drain(decode)
     ask(decode, "d", PROMPT, source=source(prefilled(prefill, PROMPT)), temperature=0.0)
-    assert sum(event.cached for event in drain(decode)["d"]) == 36
+    assert sum(event.num_cached_tokens for event in drain(decode)["d"]) == 36
     assert decode.stats.transfers_total["pull"] == 9 - len(SYSTEM) // PAGE
 
 
@@ -86,7 +86,9 @@ def test_a_decode_node_waits_for_a_prompt_that_is_still_being_computed() -> None
     assert {event.id for event in seen} == {"other"}
     ask(prefill, "p", PROMPT, lease="room", max_tokens=1)
     events = drain(prefill, decode)["d"]
-    assert facts(events) == facts(single(model, "chain", PROMPT, temperature=0.0)) and sum(event.cached for event in events) == 36
+    assert (
+        facts(events) == facts(single(model, "chain", PROMPT, temperature=0.0)) and sum(event.num_cached_tokens for event in events) == 36
+    )
 
 
 def test_nobody_waits_for_a_prompt_that_will_not_be_computed() -> None:
@@ -110,7 +112,7 @@ def test_pages_come_while_a_request_waits_for_a_seat() -> None:
     while not decode.stats.transfers_total.get("pull"):
         assert not any(event.finish for event in decode.step())
     later(prefill)
-    assert sum(event.cached for event in drain(decode)["d"]) == 36
+    assert sum(event.num_cached_tokens for event in drain(decode)["d"]) == 36
 
 
 def test_salts_share_nothing() -> None:
@@ -119,7 +121,7 @@ def test_salts_share_nothing() -> None:
     offer = prefilled(prefill, PROMPT, salt="one")
     ask(decode, "d", PROMPT, source=source(offer), salt="two", temperature=0.0)
     events = drain(decode)["d"]
-    assert sum(event.cached for event in events) == 0 and decode.stats.failed_pulls_total == {"absent": 9}
+    assert sum(event.num_cached_tokens for event in events) == 0 and decode.stats.failed_pulls_total == {"absent": 9}
     assert facts(events) == facts(single(model, "chain", PROMPT, temperature=0.0))
 
 

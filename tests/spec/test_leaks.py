@@ -32,12 +32,12 @@ def request(number: int, dice: random.Random) -> Request:
 
 
 def moment(engine: Engine, name: str, verified: set[str]) -> str:
-    seq = engine._scheduler.live.get(name)
-    if seq is None:
+    req = engine._scheduler.live.get(name)
+    if req is None:
         return "ended"
-    if seq.seat is None:
+    if req.req_idx is None:
         return "queued"
-    if seq.computed < seq.prompt_len:
+    if req.num_computed_tokens < req.num_prompt_tokens:
         return "prompt"
     return "verifying" if name in verified else "decoding"
 
@@ -58,8 +58,8 @@ def test_aborted_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch, rate: f
 
     def launched(plan: StepPlan) -> Any:
         made = launch(plan)
-        names = {seq.seat: seq.id for seq in engine._scheduler.running}
-        abort(inside=True, verified={names[span.seat] for span in plan.spans if span.drafts})
+        names = {req.req_idx: req.id for req in engine._scheduler.running}
+        abort(inside=True, verified={names[span.req_idx] for span in plan.spans if span.num_draft_tokens})
         return made
 
     monkeypatch.setattr(engine._runner, "launch", launched)
@@ -78,7 +78,7 @@ def test_aborted_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch, rate: f
     assert min(moments[kind] for kind in ("queued", "prompt", "decoding", "verifying")) > 10
     stats = engine.stats
     assert (stats.running, stats.waiting, stats.pages_used, stats.failed_requests_total) == (0, 0, 0, 0)
-    assert engine._scheduler.free_seats == SEATS and not engine._scheduler.live
+    assert engine._scheduler.num_free_slots == SEATS and not engine._scheduler.live
     assert stats.draft_tokens_total > 300 and stats.preemptions_total > 0
     # A stop cuts what was accepted.
     assert stats.accepted_tokens_total == 0 if rate == 0 else stats.accepted_tokens_total > 0.8 * stats.draft_tokens_total

@@ -41,7 +41,7 @@ def ask(engine: Engine, name: str, text: list[int], tokens: int, temperature: fl
     while engine.has_work:
         for event in engine.step():
             assert event.error is None
-            cached += event.cached
+            cached += event.num_cached_tokens
     engine.check_integrity()
     return cached
 
@@ -73,10 +73,10 @@ def heard_nodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[i
     """Filled while trees are drafted: what was committed, a node's path, and what its children are chosen from."""
     own, heard = DraftPasses.logits, list[tuple[list[int], list[int], Tensor]]()
 
-    def logits(self: Any, head: Tensor, depth: int, batch: Batch, seat_ids: Tensor, drafts: tuple[Tensor, Tensor]) -> Any:
-        found, (path, count) = own(self, head, depth, batch, seat_ids, drafts), drafts
-        for row, seat in enumerate(seat_ids.tolist()):
-            ids = batch.seats.tokens[seat, : batch.seats.length[seat]].tolist()
+    def logits(self: Any, head: Tensor, depth: int, batch: Batch, req_indices: Tensor, drafts: tuple[Tensor, Tensor]) -> Any:
+        found, (path, count) = own(self, head, depth, batch, req_indices, drafts), drafts
+        for row, req_idx in enumerate(req_indices.tolist()):
+            ids = batch.req_tensors.tokens[req_idx, : batch.req_tensors.num_tokens[req_idx]].tolist()
             heard.append((ids, path[row, : int(count[row])].tolist(), found[0][row]))
         return found
 

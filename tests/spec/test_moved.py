@@ -76,7 +76,12 @@ def test_it_goes_on_as_if_nothing_had_happened(drafts: int | SpecConfig, pages: 
         # Cut after some event of each, so that several go on side by side, each from another place.
         cuts = {name: heard.cuts[min(each, len(heard.cuts) - 2)] for name, heard in whole.items()}
         moved = [
-            replace(request, said=whole[request.id].tokens[: cuts[request.id][0]], scored=cuts[request.id][1], moved=True)
+            replace(
+                request,
+                prior_output_ids=whole[request.id].tokens[: cuts[request.id][0]],
+                num_scored_prompt_tokens=cuts[request.id][1],
+                is_migrated=True,
+            )
             for request in requests
         ]
         engine = tiny_engine(model, drafts, **options)
@@ -86,7 +91,9 @@ def test_it_goes_on_as_if_nothing_had_happened(drafts: int | SpecConfig, pages: 
             assert close(heard.logprobs, whole[name].logprobs[tokens:]) and close(
                 heard.prompt_logprobs, whole[name].prompt_logprobs[scored:]
             )
-        assert engine.stats.prompt_tokens_total == sum(len(request.prompt) for request in moved if not request.said), "counted once"
+        assert engine.stats.prompt_tokens_total == sum(len(request.prompt) for request in moved if not request.prior_output_ids), (
+            "counted once"
+        )
 
 
 @pytest.mark.parametrize("algorithm", [None, "NEXTN"])
@@ -102,7 +109,7 @@ def test_a_grammar_goes_on(algorithm: str | None) -> None:
     whole = hear(build_engine(config), [request])["a"]
     engine = build_engine(config)
     for cut in range(0, len(whole.tokens) - 1, 2 if selection.ALL else 7):
-        moved = replace(request, id=f"moved {cut}", said=whole.tokens[:cut], moved=True)
+        moved = replace(request, id=f"moved {cut}", prior_output_ids=whole.tokens[:cut], is_migrated=True)
         assert hear(engine, [moved])[moved.id].tokens == whole.tokens[cut:]
 
 
@@ -117,6 +124,6 @@ def test_seeds_that_are_drawn_elsewhere() -> None:
 def test_what_cannot_go_on_is_refused() -> None:
     engine = tiny_engine(tiny_model(), 0)
     with pytest.raises(InvalidRequest, match="20 tokens were said already, and the request may say 20"):
-        engine.add(Request("a", [7], REQUESTS["greedy"], said=[5] * 20))
+        engine.add(Request("a", [7], REQUESTS["greedy"], prior_output_ids=[5] * 20))
     with pytest.raises(InvalidRequest, match="said must be token ids"):
-        engine.add(Request("a", [7], REQUESTS["greedy"], said=[-1]))
+        engine.add(Request("a", [7], REQUESTS["greedy"], prior_output_ids=[-1]))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
+from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, VerifyOutput
 from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
@@ -70,22 +70,22 @@ class Listener:
         self.logits.append(self.model.logits(head, depth))
         return self.logits[-1]
 
-    def catch_up(self, batch: Batch) -> None:
-        self.drafter.catch_up(batch)
+    def store_deferred_kv(self, batch: Batch) -> None:
+        self.drafter.store_deferred_kv(batch)
 
-    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
         self.logits = []
         model = self.model
         self.drafter.passes.model = SimpleNamespace(  # type: ignore[assignment]
-            absorb=model.absorb, fill=model.fill, step=model.step, logits=self.heard, lag=model.lag, features=model.features,
+            extend=model.extend, store_kv=model.store_kv, step=model.step, logits=self.heard, lag=model.lag, features=model.features,
             at_once=model.at_once, mask=model.mask,
         )  # fmt: skip
-        drafts = self.drafter.draft(batch, hidden, verdict, want)
+        drafts = self.drafter.draft(batch, hidden, verify_output, draft_targets)
         if drafts is not None:
-            seats = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
+            seats = batch.req_indices if batch.draft_spans is None else batch.req_indices[batch.draft_spans]
             logits = torch.stack(self.logits, 1)
-            for i, seat in enumerate(seats.tolist()):
-                ids = batch.seats.tokens[seat, : batch.seats.length[seat]].tolist()
+            for i, req_idx in enumerate(seats.tolist()):
+                ids = batch.req_tensors.tokens[req_idx, : batch.req_tensors.num_tokens[req_idx]].tolist()
                 greedy = drafts.probs is None or bool((drafts.probs[i].amax(-1) == 1).all())
                 self.rounds.append(Round(ids, drafts.tokens[i].tolist(), logits[i], greedy))
         return drafts
@@ -155,7 +155,7 @@ def run(engine: Engine, temperatures: tuple[float, ...], tokens: int = 20) -> Co
         for event in engine.step():
             assert event.error is None
             if len(event.proposal.tokens) == engine.card.speculative_steps and event.finish is None:
-                accepted[event.accepted] += 1
+                accepted[event.num_accepted_tokens] += 1
         engine.check_integrity()
     return accepted
 
@@ -226,9 +226,9 @@ def test_drafts_after_steps_without_any(tmp_path: Path, make: Callable[[Path], T
     for _ in range(3 if selection.ALL else 2):
         run(engine, temperatures=(1.0, 0.0), tokens=45)
     assert (engine.stats.preemptions_total > 0) == (tokens == 60)
-    late = [span.late for plan in plans for span in plan.spans]
+    late = [span.num_deferred_tokens for plan in plans for span in plan.spans]
     assert max(late) == DEFERRED and any(0 < rows < DEFERRED for rows in late)
-    assert max(sum(span.late > 0 for span in plan.spans) for plan in plans) > AT_ONCE  # in parts
+    assert max(sum(span.num_deferred_tokens > 0 for span in plan.spans) for plan in plans) > AT_ONCE  # in parts
     check(tiny, listener.rounds)
 
 
@@ -241,16 +241,16 @@ def test_pages_are_found_once_all_of_their_rows_are_absorbed(tmp_path: Path, mak
     tiny, page_size = make(tmp_path), 4
     engine = engine_of(tiny, 64, 400, page_size, adaptive=True)
     assert engine.policy is not None
-    engine.policy.choose = lambda seqs: 0  # type: ignore[method-assign]
+    engine.policy.choose = lambda reqs: 0  # type: ignore[method-assign]
     text, sampling = [5, 3, 8, 1, 7], SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     engine.add(Request("first", text, sampling))
     while engine.has_work:
         text = text + [token for event in engine.step() for token in event.tokens]
     listener, cached = listen(engine), 0
-    engine.policy.choose = lambda seqs: STEPS  # type: ignore[method-assign]
+    engine.policy.choose = lambda reqs: STEPS  # type: ignore[method-assign]
     engine.add(Request("second", text, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)))
     while engine.has_work:
-        cached += sum(event.cached for event in engine.step())
+        cached += sum(event.num_cached_tokens for event in engine.step())
     # A step of the first request has absorbed all rows once DEFERRED were deferred; what came after is not found.
     assert page_size <= len(text) - cached <= DEFERRED + 2 * page_size
     check(tiny, listener.rounds)
@@ -285,7 +285,7 @@ def test_the_layer_keeps_up_where_nothing_is_wanted(tmp_path: Path) -> None:
     engine.add(Request("a", prompt, SamplingParams(max_tokens=30, temperature=1.5, seed=1, ignore_eos=True)))
     step = 0
     while engine.has_work:
-        engine._want = STEPS if step % 7 > 3 else 0
+        engine._draft_depth = STEPS if step % 7 > 3 else 0
         step += 1
         assert all(event.error is None for event in engine.step())
     assert len(listener.rounds) > 4

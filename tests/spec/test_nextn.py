@@ -35,7 +35,7 @@ def generate(directory: Path, spec: SpecConfig) -> Heard:
     while engine.has_work:
         for event in engine.step():
             assert event.error is None
-            heard[event.id].append((event.tokens, event.accepted, event.proposal.tokens))
+            heard[event.id].append((event.tokens, event.num_accepted_tokens, event.proposal.tokens))
     return heard
 
 

@@ -72,11 +72,13 @@ def test_by_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = node("prefill", model, **way), node("decode", model, **way)
     ask(decode, "d", PROMPT, source=source(prefilled(prefill, PROMPT)), temperature=0.0)
     events = drain(decode)["d"]
-    assert facts(events) == facts(single(model, "chain", PROMPT, temperature=0.0)) and sum(event.cached for event in events) == 36
+    assert (
+        facts(events) == facts(single(model, "chain", PROMPT, temperature=0.0)) and sum(event.num_cached_tokens for event in events) == 36
+    )
     assert fake.read == decode.stats.transfers_total["pull"] > 9
     other = node("prefill", model)
     ask(decode, "e", PROMPT[::-1], source=source(prefilled(other, PROMPT[::-1])), temperature=0.0)
-    assert sum(event.cached for event in drain(decode)["e"]) == 36, "from a node without it, by TCP"
+    assert sum(event.num_cached_tokens for event in drain(decode)["e"]) == 36, "from a node without it, by TCP"
     fake.fails = True
     decode = node("decode", model, **way)
     computed_here(decode, model, source(prefilled(prefill, PROMPT, name="again")), "broken")

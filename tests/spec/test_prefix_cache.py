@@ -36,7 +36,7 @@ def spoken(events: list[TokenEvent]) -> list[int]:
 
 def facts(events: list[TokenEvent]) -> list[object]:
     """What a client may see of them, and which drafts there were."""
-    return [(event.tokens, event.accepted, event.proposal, event.logprobs, event.finish) for event in events]
+    return [(event.tokens, event.num_accepted_tokens, event.proposal, event.logprobs, event.finish) for event in events]
 
 
 def conversation(engine: Engine, turns: int, **sampling: Any) -> tuple[list[list[object]], list[int]]:
@@ -46,7 +46,7 @@ def conversation(engine: Engine, turns: int, **sampling: Any) -> tuple[list[list
         history += [(7 * turn + i) % VOCAB for i in range(3)]
         events = said(engine, f"turn {turn}", history, **sampling)
         seen.append(facts(events))
-        cached.append(sum(event.cached for event in events))
+        cached.append(sum(event.num_cached_tokens for event in events))
         history += spoken(events)
     return seen, cached
 
@@ -73,7 +73,7 @@ def test_log_probabilities_after_a_hit(shape: str, length: int) -> None:
     model, asked = tiny_model(kernels="cpu"), {"temperature": 0.0, "logprobs": 3}
     engine = tiny_engine(model, SHAPES[shape], page_size=PAGE, backend="cpu")
     first, second = (said(engine, name, SYSTEM[:length], **asked) for name in ("first", "second"))
-    assert facts(first) == facts(second) and sum(event.cached for event in second) == min(length // PAGE * PAGE, length - 1)
+    assert facts(first) == facts(second) and sum(event.num_cached_tokens for event in second) == min(length // PAGE * PAGE, length - 1)
 
 
 def test_a_request_that_scores_its_prompt_computes_it() -> None:
@@ -82,8 +82,8 @@ def test_a_request_that_scores_its_prompt_computes_it() -> None:
     first, second = (said(engine, name, SYSTEM, **asked) for name in ("first", "second"))
     assert [event.prompt_logprobs for event in first] == [event.prompt_logprobs for event in second]
     assert sum(len(event.prompt_logprobs or []) for event in second) == len(SYSTEM) - 1
-    assert sum(event.cached for event in second) == 0
-    assert sum(event.cached for event in said(engine, "third", SYSTEM, temperature=0.0)) == 20, "others find what it computed"
+    assert sum(event.num_cached_tokens for event in second) == 0
+    assert sum(event.num_cached_tokens for event in said(engine, "third", SYSTEM, temperature=0.0)) == 20, "others find what it computed"
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -91,7 +91,7 @@ def test_exact_mode_shares_what_was_computed_exactly(exact: bool) -> None:
     model = tiny_model()
     engine = tiny_engine(model, 3, page_size=PAGE, exact=exact)
     first, second = (said(engine, name, SYSTEM, temperature=0.0, logprobs=2) for name in ("first", "second"))
-    assert spoken(first) == spoken(second) and sum(event.cached for event in second) == 20
+    assert spoken(first) == spoken(second) and sum(event.num_cached_tokens for event in second) == 20
     assert not exact or facts(first) == facts(second)
 
 
@@ -129,4 +129,4 @@ def test_what_was_not_a_number_is_computed_again(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(model.embed, "forward", embed)
     again = said(engine, "again", SYSTEM, temperature=0.0)
     assert spoken(again) == spoken(said(tiny_engine(model, 0), "plain", SYSTEM, temperature=0.0)) and good
-    assert sum(event.cached for event in again) == 0
+    assert sum(event.num_cached_tokens for event in again) == 0

@@ -56,7 +56,7 @@ def test_a_state_is_kept_where_requests_branch() -> None:
     found = []
     for who in range(4):
         events = said(engine, str(who), [*SYSTEM, *((7 * who + i) % VOCAB for i in range(9))], temperature=0.0)
-        found.append(sum(event.cached for event in events))
+        found.append(sum(event.num_cached_tokens for event in events))
     # The second finds pages and no state: it keeps one where it leaves the first. From then on all start there.
     assert found == [0, 0, *[len(SYSTEM) // PAGE * PAGE] * 2]
 
@@ -116,7 +116,7 @@ def served(engine: Engine, requests: Iterable[Request], cut: dict[str, int] | No
     while engine.has_work:
         for event in engine.step():
             tokens[event.id] += event.tokens
-            found[event.id] += event.cached
+            found[event.id] += event.num_cached_tokens
             if cut is not None and len(tokens[event.id]) >= cut[event.id]:
                 engine.abort(event.id)
         engine.check_integrity()

@@ -41,7 +41,7 @@ def committed(engine: Engine, drafts: int, params: Sequence[SamplingParams]) -> 
             assert event.error is None
             if len(event.proposal.tokens) == drafts and written[event.id] + drafts + 1 < LONG:
                 found.append(len(event.tokens))
-                assert len(event.tokens) == event.accepted + 1 == len(event.proposal.path) + 1
+                assert len(event.tokens) == event.num_accepted_tokens + 1 == len(event.proposal.path) + 1
                 assert event.tokens[:-1] == [event.proposal.tokens[node - 1] for node in event.proposal.path]
             written[event.id] += len(event.tokens)
     engine.check_integrity()

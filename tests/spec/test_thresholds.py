@@ -21,7 +21,7 @@ def batch(drafts: list[list[int]], count: list[int]) -> Batch:
     rows = torch.arange(len(drafts) * (len(drafts[0]) + 1)).view(len(drafts), -1)
     ids = torch.cat([torch.zeros(len(drafts), 1, dtype=torch.int64), torch.tensor(drafts)], 1).flatten()
     nothing: Any = None
-    fields = dict.fromkeys(Batch._fields, nothing) | {"ids": ids, "sample_rows": rows, "draft_count": torch.tensor(count)}
+    fields = dict.fromkeys(Batch._fields, nothing) | {"input_ids": ids, "sample_rows": rows, "num_draft_tokens": torch.tensor(count)}
     return Batch(**fields)
 
 
@@ -54,4 +54,4 @@ def test_no_kernel_decides_where_thresholds_are_lossy() -> None:
         raise AssertionError("it knows no thresholds")
 
     drafts, q = torch.zeros(2, 1, dtype=torch.int64), torch.full((1, 4), 0.25)
-    assert len(accept(torch.zeros(2, 2, 4), batch_of(drafts, 4, 1.0, q), 1, Thresholds(acc=0.5), kernel=kernel).accepted) == 2
+    assert len(accept(torch.zeros(2, 2, 4), batch_of(drafts, 4, 1.0, q), 1, Thresholds(acc=0.5), kernel=kernel).num_accepted_tokens) == 2

@@ -10,7 +10,7 @@ import pytest
 from mtpserve.config import CacheConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.pages.below import TierOptions
+from mtpserve.engine.pages.kv_offload import TierOptions
 from tests import selection
 from tests.spec.diagonal import diagonal
 from tests.spec.test_prefix_cache import PAGE, SHAPES, SYSTEM, facts, said, spoken

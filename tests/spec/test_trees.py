@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtpserve.config import SpecConfig
-from mtpserve.core.batch import Tree, Want
+from mtpserve.core.batch import DraftTargets, Tree
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams, Speculation
 from mtpserve.layers.decoder import DecoderModel
@@ -73,7 +73,7 @@ def test_a_branch_drafts_on_its_own_keys() -> None:
     engine = tiny_engine(model, tree(3, 3, 20))
     heard: list[tuple[list[int], torch.Tensor]] = []
     assert model.mtp_head is not None
-    healthy = model.mtp_head.absorb
+    healthy = model.mtp_head.extend
     positions: list[torch.Tensor] = []
 
     def mtp(ids: torch.Tensor, place: torch.Tensor, hidden: torch.Tensor, attend: Any) -> Any:
@@ -130,7 +130,7 @@ def test_requests_choose_their_own_depth() -> None:
                     levels.append(levels[parent] + 1)
                 deepest[event.id] = max(deepest[event.id], *levels)
         wanted = [3, 0, 1, 2, 3, 0] if not (isinstance(shape, SpecConfig) and shape.ngram) else [None, 0, 1, 2, None, 0]
-        assert all(want is None or deepest[str(i)] == want for i, want in enumerate(wanted)), deepest
+        assert all(draft_depth is None or deepest[str(i)] == draft_depth for i, draft_depth in enumerate(wanted)), deepest
 
 
 @pytest.mark.parametrize("shape", [3, tree(3, 3, 9)], ids=["chain", "tree"])
@@ -195,10 +195,10 @@ def test_the_best_of_the_pool_form_a_tree() -> None:
         Pool(torch.randint(50, (200, 9)), second, torch.arange(3).repeat_interleave(3).expand(200, 9)),
     ]
     most = torch.randint(1, 9, (200,), generator=generator)
-    drafts = choose(pools, Want(torch.tensor([2, 1] * 100), 2, most), 6)
+    drafts = choose(pools, DraftTargets(torch.tensor([2, 1] * 100), 2, most), 6)
     assert drafts.tree is not None
     for r in range(200):
-        count, parents = int(drafts.count[r]), drafts.tree.parents[r].tolist()
+        count, parents = int(drafts.num_draft_tokens[r]), drafts.tree.parents[r].tolist()
         assert count == min(6 if r % 2 == 0 else 3, most[r]) and all(parent <= node for node, parent in enumerate(parents[:count]))
         scores = torch.cat([first[r], second[r]]) if r % 2 == 0 else first[r]
         tokens = torch.cat([pools[0].tokens[r], pools[1].tokens[r]])

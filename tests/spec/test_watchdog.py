@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.request import Finish, Proposal, Request
+from mtpserve.core.request_state import RequestState
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Sequence
 from mtpserve.engine.depth import watchdog
 from mtpserve.engine.depth.watchdog import BACK_OFF_S, DOUBT_S, ENOUGH, EVIDENCE, LONGEST_S, SEAT_S, WINDOW, Watchdog
 from mtpserve.engine.engine import Engine
@@ -31,7 +31,7 @@ DEEP = 3
 
 @dataclass
 class Outcome:
-    seq: Sequence
+    req: RequestState
     proposal: Proposal
 
 
@@ -45,24 +45,24 @@ class ScriptedEngine:
         self.healthy, self.easy = 1.0, True
         self.now, self.seats, self.resets = 0.0, seats, 0
         self.watch = Watchdog(DEEP, vocab=60, clock=lambda: self.now)
-        self.running = [Sequence(f"client {i}", [1], 1, SamplingParams(), 10**9, 0) for i in range(clients)]
-        self.waiting: list[Sequence] = []
+        self.running = [RequestState(f"client {i}", [1], 1, SamplingParams(), 10**9, 0) for i in range(clients)]
+        self.waiting: list[RequestState] = []
         self.policy, self.forgotten = self, 0
         self.wanted: list[int] = []  # of all steps
         self.source = "mtp"
 
     @property
     def has_work(self) -> bool:
-        return any(self.watch.owns(seq.id) for seq in (*self.running, *self.waiting))
+        return any(self.watch.is_self_check(req.id) for req in (*self.running, *self.waiting))
 
     def add(self, request: Request, compiled: bool = False) -> None:
-        assert self.watch.owns(request.id) and request.sampling.greedy
+        assert self.watch.is_self_check(request.id) and request.sampling.greedy
         assert request.sampling.max_tokens is not None
-        self.waiting.append(Sequence(request.id, list(request.prompt), 1, request.sampling, 1 + request.sampling.max_tokens, 0))
+        self.waiting.append(RequestState(request.id, list(request.prompt), 1, request.sampling, 1 + request.sampling.max_tokens, 0))
 
     def abort(self, request_id: str) -> None:
-        self.running = [seq for seq in self.running if seq.id != request_id]
-        self.waiting = [seq for seq in self.waiting if seq.id != request_id]
+        self.running = [req for req in self.running if req.id != request_id]
+        self.waiting = [req for req in self.waiting if req.id != request_id]
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
@@ -72,21 +72,21 @@ class ScriptedEngine:
 
     def step(self) -> None:
         self.now += 0.01
-        self.watch.turn(self)
-        want = self.watch.limited(self.running, 0 if self.watch.suspended else DEEP)
+        self.watch.before_step(self)
+        draft_depth = self.watch.limit_drafts(self.running, 0 if self.watch.suspended else DEEP)
         while self.waiting and len(self.running) < self.seats:
             self.running.append(self.waiting.pop(0))
-        self.wanted.append(want)
+        self.wanted.append(draft_depth)
         outcomes = []
-        for seq in self.running:
-            drafts = want if seq.most is None else min(want, seq.most)
-            hit = 0.618 * len(seq.tokens) % 1 < self.healthy and (self.easy or self.watch.owns(seq.id))
+        for req in self.running:
+            drafts = draft_depth if req.max_draft_tokens is None else min(draft_depth, req.max_draft_tokens)
+            hit = 0.618 * len(req.tokens) % 1 < self.healthy and (self.easy or self.watch.is_self_check(req.id))
             path = list(range(1, drafts + 1)) if hit else []
-            seq.tokens += [1] * (1 + len(path))
-            seq.finish = Finish.LENGTH if len(seq.tokens) >= seq.max_len else None
-            outcomes.append(Outcome(seq, Proposal([7] * drafts, list(range(drafts)), [self.source] * drafts, path)))
-        self.running = [seq for seq in self.running if seq.finish is None]
-        assert all(outcome.seq.id.startswith("client") for outcome in self.watch.others(outcomes))
+            req.tokens += [1] * (1 + len(path))
+            req.finish = Finish.LENGTH if len(req.tokens) >= req.max_num_tokens else None
+            outcomes.append(Outcome(req, Proposal([7] * drafts, list(range(drafts)), [self.source] * drafts, path)))
+        self.running = [req for req in self.running if req.finish is None]
+        assert all(outcome.req.id.startswith("client") for outcome in self.watch.client_outputs(outcomes))
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> float:
         """→ the seconds that it took."""
@@ -130,7 +130,7 @@ def test_a_broken_head_is_named_and_comes_back(clients: int, caplog: pytest.LogC
     assert engine.watch.health.state == "ok" and engine.watch.health.faults_total == 1
     assert (engine.resets, engine.forgotten) == (1, 1)
     engine.run(1)
-    assert set(engine.wanted[-50:]) == {DEEP} and all(seq.most is None for seq in engine.running)
+    assert set(engine.wanted[-50:]) == {DEEP} and all(req.max_draft_tokens is None for req in engine.running)
     assert "recovered" in caplog.records[-1].message
     assert sum("AT FAULT" in record.message for record in caplog.records) == 1
 
@@ -161,9 +161,9 @@ def test_the_back_off_doubles_up_to_its_end() -> None:
     engine.run(10, lambda: engine.watch.suspended)
     tried = [engine.now]
     while len(tried) < 9:
-        engine.run(2 * LONGEST_S, lambda: bool(engine.watch._own))
+        engine.run(2 * LONGEST_S, lambda: bool(engine.watch._self_check))
         tried.append(engine.now)
-        engine.run(LONGEST_S, lambda: not engine.watch._own)
+        engine.run(LONGEST_S, lambda: not engine.watch._self_check)
     waits = [after - before for before, after in pairwise(tried)]
     assert waits == pytest.approx([30, 60, 120, 240, 480, 600, 600, 600], abs=1.5)
 
@@ -241,7 +241,7 @@ def damage(engine: Engine, how: str) -> Callable[[], None]:
     """In the draft layer's output. → what undoes it."""
     draft_one_by_one(engine)
     head: Any = engine._runner.step.model.mtp_head  # type: ignore[attr-defined]
-    own = head.absorb, head.step
+    own = head.extend, head.step
 
     def broken(passes: Callable[..., Any]) -> Callable[..., Any]:
         calls = count()
@@ -254,10 +254,10 @@ def damage(engine: Engine, how: str) -> Callable[[], None]:
 
         return call
 
-    head.absorb, head.step = map(broken, own)
+    head.extend, head.step = map(broken, own)
 
     def repair() -> None:
-        head.absorb, head.step = own
+        head.extend, head.step = own
 
     return repair
 
@@ -286,7 +286,7 @@ def serve(engine: Engine, steps: int, until: Callable[[], bool] = lambda: False)
 def test_a_head_that_breaks_while_serving(how: str, shape: dict[str, Any], adaptive: bool, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     engine = demo(adaptive=adaptive, **shape)
-    engine._watch.clock = lambda: now[0]
+    engine._watchdog.clock = lambda: now[0]
     if engine.policy is not None:  # drafting that works is worth its time on any machine
         engine.policy.times.seconds = lambda work: 0.001 * (1 + 0.02 * work.passes)  # type: ignore[method-assign]
     engine.try_out()
@@ -316,7 +316,7 @@ def test_a_head_that_breaks_while_serving(how: str, shape: dict[str, Any], adapt
 def test_a_head_that_gets_worse_while_serving() -> None:
     """Two of three of its outputs are zero."""
     engine = demo(adaptive=False)
-    engine._watch.clock = lambda: 0.0
+    engine._watchdog.clock = lambda: 0.0
     engine.try_out()
     health = engine.stats.draft_health
     damage(engine, "often zeros")
@@ -327,7 +327,7 @@ def test_a_head_that_gets_worse_while_serving() -> None:
 def test_texts_are_the_same_through_all_of_it() -> None:
     # At a fixed depth: on a busy machine drafting may not be worth its time, and what is not drafted shows no fault.
     engine = demo(adaptive=False)
-    engine._watch.clock = lambda: 0.0
+    engine._watchdog.clock = lambda: 0.0
     engine.try_out()
     prompts = [[(101 * i + j) % 2000 for j in range(6)] for i in range(8)]
     long = SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
@@ -351,7 +351,7 @@ def test_a_checkpoint_whose_draft_layer_is_random_is_named_at_start(tmp_path: Pa
         save_file(tensors, file, {"format": "pt"})
     assert changed > 3
     engine = demo(directory)
-    engine._watch.clock = lambda: 0.0
+    engine._watchdog.clock = lambda: 0.0
     engine.try_out()
     health = engine.stats.draft_health
     assert health.state == "weak" and health.start is not None and health.start < 0.2 and health.faults_total == 1
@@ -368,13 +368,13 @@ def engine_layers(directory: Path) -> int:
 @pytest.mark.parametrize("floor", [None, 0.4])
 def test_a_tiny_models_head_is_weak(floor: float | None) -> None:
     engine = tiny_engine(tiny_model(), 2, floor=floor)
-    engine._watch.clock = lambda: 0.0
+    engine._watchdog.clock = lambda: 0.0
     engine.try_out()
     assert engine.stats.draft_health.state == ("off" if floor is None else "weak")
     assert engine.stats.pages_cached == engine.stats.draft_tokens_total == 0
 
 
 def test_nothing_is_watched_where_acceptance_is_synthetic_or_n_grams_draft() -> None:
-    assert tiny_engine(tiny_model(), 2, floor=0.4, rates=[0.5, 0.5])._watch.health.state == "off"
+    assert tiny_engine(tiny_model(), 2, floor=0.4, rates=[0.5, 0.5])._watchdog.health.state == "off"
     ngram = SpecConfig(speculative_algorithm="NGRAM", speculative_num_steps=2)
-    assert tiny_engine(tiny_model(), ngram, floor=0.4)._watch.health.state == "off"
+    assert tiny_engine(tiny_model(), ngram, floor=0.4)._watchdog.health.state == "off"

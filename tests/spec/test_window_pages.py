@@ -80,14 +80,14 @@ def test_a_long_text_holds_a_bounded_number_of_pages(model: DecoderModel) -> Non
     """Its group of the window could not hold the prompt."""
     prompt = prompts(1, seed=9)[0] * 20
     engine, most = engine_with(model, 3, 22), 0
-    ahead = runner_of(engine).sizes.lookahead(0)
+    ahead = runner_of(engine).sizes.num_lookahead_tokens(0)
     engine.add(Request("0", prompt[:80], SamplingParams(max_tokens=70, temperature=0)))
     tokens: list[int] = []
     while engine.has_work:
         for event in engine.step():
             assert event.error is None
             tokens += event.tokens
-        most = max([most, *(len(seq.held[1].pages) for seq in engine._scheduler.running)])
+        most = max([most, *(len(req.blocks[1].pages) for req in engine._scheduler.running)])
     assert most <= -(-(WINDOW + BUDGET + ahead) // PAGE) + 1 <= 22 < 150 // PAGE
     assert tokens == run(tiny_engine(model, 0), [prompt[:80]], SamplingParams(max_tokens=70, temperature=0))[0]
 
@@ -110,7 +110,7 @@ def test_requests_with_one_prompt(model: DecoderModel, shape: int | SpecConfig, 
         for event in engine.step():
             assert event.error is None
             tokens[int(event.id)] += event.tokens
-            shared += sum(seq.shared > 0 for seq in engine._scheduler.running)
+            shared += sum(req.num_shared_tokens > 0 for req in engine._scheduler.running)
         engine.check_integrity()
     assert tokens == wanted and engine.stats.pages_used == 0
     assert shared > 0

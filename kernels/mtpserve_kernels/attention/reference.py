@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def span_gqa(
-    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, seats: Tensor, query_start_loc: Tensor, seq_lens: Tensor, index: Tensor,
     tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, sinks: Tensor | None = None, window: int = 0,
     shift: int = 0,
 ) -> Tensor:  # fmt: skip
@@ -17,9 +17,9 @@ def span_gqa(
     """
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
     group = q.shape[1] // k.shape[1]
-    for r, seat in enumerate(seats.tolist()):
-        start, stop = int(cu_q[r]), int(cu_q[r + 1])
-        columns, position = torch.arange(int(kv_len[r]), device=q.device), index[start:stop, None]
+    for r, req_idx in enumerate(seats.tolist()):
+        start, stop = int(query_start_loc[r]), int(query_start_loc[r + 1])
+        columns, position = torch.arange(int(seq_lens[r]), device=q.device), index[start:stop, None]
         seen = columns <= position  # [rows, n]
         if tree_bits is not None and tree_start is not None:
             bits, bit = tree_bits[start:stop, None], columns - tree_start[r]
@@ -30,7 +30,7 @@ def span_gqa(
             seen &= columns > position - window
         needed = seen.any(0)
         place = columns[needed] + shift
-        slots = page_table[seat, place // page_size] * page_size + place % page_size
+        slots = block_table[req_idx, place // page_size] * page_size + place % page_size
         keys, values = (part[slots].float().repeat_interleave(group, 1) for part in (k, v))
         scores = torch.einsum("rhd,nhd->hrn", q[start:stop].float(), keys) * scale
         scores.masked_fill_(~seen[:, needed], -torch.inf)
@@ -42,17 +42,17 @@ def span_gqa(
 
 
 def span_mla(
-    q: Tensor, latent: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
+    q: Tensor, latent: Tensor, block_table: Tensor, seats: Tensor, query_start_loc: Tensor, seq_lens: Tensor, index: Tensor,
     tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, sinks: Tensor | None = None,
     window: int = 0, shift: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value → [T, heads, value_dim]"""
-    where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
+    where = block_table, seats, query_start_loc, seq_lens, index, tree_bits, tree_start, page_size, scale
     return span_gqa(q, latent, latent[..., :value_dim], *where, sinks=sinks, window=window, shift=shift)
 
 
 def select(
-    q: Tensor, weights: Tensor, keys: Tensor, page_table: Tensor, seats: Tensor, ends: Tensor, bits: Tensor | None, starts: Tensor | None,
+    q: Tensor, weights: Tensor, keys: Tensor, block_table: Tensor, seats: Tensor, ends: Tensor, bits: Tensor | None, starts: Tensor | None,
     page_size: int, best: int, *, scales: Tensor | None = None, shift: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [T, heads, D], weights [T, heads] float32, index keys [slots, 1, D] and their scales [slots, 1, 1] float32 (None: 1); seats, ends,
@@ -60,13 +60,13 @@ def select(
     in the order of columns [T, best] int64, and how many they are [T] int64; what follows is void. Of equal scores the earlier column's
     counts more, and NaN more than any number."""
     slots, counts = seats.new_zeros(len(q), best), torch.empty_like(ends)
-    for row, (seat, end) in enumerate(zip(seats.tolist(), ends.tolist(), strict=True)):
+    for row, (req_idx, end) in enumerate(zip(seats.tolist(), ends.tolist(), strict=True)):
         columns = torch.arange(end, device=q.device)
         if bits is not None and starts is not None:
             bit = columns - starts[row]
             columns = columns[(bit < 0) | (bits[row] >> bit.clamp(0, 63) & 1).bool()]
         place = columns + shift
-        seen = page_table[seat, place // page_size] * page_size + place % page_size
+        seen = block_table[req_idx, place // page_size] * page_size + place % page_size
         if len(seen) > best:
             scores = weights[row] @ (q[row].float() @ keys[seen, 0].float().T).relu()
             scores = scores if scales is None else scores * scales[seen, 0, 0]

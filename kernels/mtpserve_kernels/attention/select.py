@@ -55,7 +55,7 @@ def _ordered(b_scores):
 
 @triton.jit(do_not_specialize=["first", "stride_scores"])
 def index_score_kernel(
-    p_q, p_weights, p_keys, p_scales, p_scores, p_page_table, p_seats, p_ends, p_bits, p_starts, first, stride_pages, stride_scores,
+    p_q, p_weights, p_keys, p_scales, p_scores, p_page_table, p_req_indices, p_ends, p_bits, p_starts, first, stride_pages, stride_scores,
     HEADS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, SHIFT: tl.constexpr, BEST: tl.constexpr,
 ):  # fmt: skip
     BH: tl.constexpr = triton.next_power_of_2(HEADS) if HEADS > 16 else 16
@@ -71,7 +71,7 @@ def index_score_kernel(
         p_rows = p_q + (i_row * HEADS + o_h[:, None]) * D
         b_q = tl.load(p_rows + o_d[None, :], mask=(o_h < HEADS)[:, None] & (o_d < D)[None, :], other=0.0)
         b_weight = tl.load(p_weights + i_row * HEADS + o_h, mask=o_h < HEADS, other=0.0)
-        p_pages = p_page_table + tl.load(p_seats + i_row) * stride_pages
+        p_pages = p_page_table + tl.load(p_req_indices + i_row) * stride_pages
         p_out = p_scores + tl.program_id(0).to(tl.int64) * stride_scores
         blocks = tl.cdiv(end, BN)
         per = tl.cdiv(blocks, splits)
@@ -113,7 +113,7 @@ def _threshold(p_row, end, best, B: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "stride_scores"])
 def choose_kernel(
-    p_scores, p_slots, p_counts, p_page_table, p_seats, p_ends, p_bits, p_starts, first, stride_pages, stride_scores,
+    p_scores, p_slots, p_counts, p_page_table, p_req_indices, p_ends, p_bits, p_starts, first, stride_pages, stride_scores,
     PAGE: tl.constexpr, SHIFT: tl.constexpr, BEST: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     i_row = first + tl.program_id(0).to(tl.int64)
@@ -121,7 +121,7 @@ def choose_kernel(
     bits, start = tl.full([], -1, tl.int64), end
     if p_bits is not None:
         bits, start = tl.load(p_bits + i_row), tl.load(p_starts + i_row).to(tl.int32)
-    p_pages = p_page_table + tl.load(p_seats + i_row) * stride_pages
+    p_pages = p_page_table + tl.load(p_req_indices + i_row) * stride_pages
     p_row = p_scores + tl.program_id(0).to(tl.int64) * stride_scores
     # Every number is above 0, in its place in the order: where nothing was scored all that is seen is taken.
     scored, least, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.uint32), tl.full([], 0, tl.int32)
@@ -143,32 +143,32 @@ def choose_kernel(
 
 
 def select(
-    q: Tensor, weights: Tensor, keys: Tensor, page_table: Tensor, seats: Tensor, ends: Tensor, bits: Tensor | None, starts: Tensor | None,
+    q: Tensor, weights: Tensor, keys: Tensor, block_table: Tensor, seats: Tensor, ends: Tensor, bits: Tensor | None, starts: Tensor | None,
     page_size: int, best: int, *, scales: Tensor | None = None, shift: int = 0, splits: int | None = None,
     scores: int = MAX_SCORES, block: int = BLOCK,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See reference.select. `scores`: how many of them are in memory at a time, for as many rows as that is. `splits`: of each row."""
     rows, heads, dim = q.shape
     assert keys.shape[1:] == (1, dim) and keys.is_contiguous() and q.is_contiguous() and weights.is_contiguous(), (q.shape, keys.shape)
-    assert weights.shape == (rows, heads) and weights.dtype == torch.float32 and page_table.stride(1) == 1, (weights.shape, weights.dtype)
+    assert weights.shape == (rows, heads) and weights.dtype == torch.float32 and block_table.stride(1) == 1, (weights.shape, weights.dtype)
     assert scales is None or (scales.numel() == len(keys) and scales.is_contiguous() and scales.dtype == torch.float32), scales
-    columns = page_table.shape[1] * page_size
+    columns = block_table.shape[1] * page_size
     each = max(1, min(scores // columns, rows))
     slots = torch.empty(rows, best, dtype=torch.int64, device=q.device)
     counts = torch.empty(rows, dtype=torch.int64, device=q.device)
     # Where no request can have more columns than are taken there is nothing to score.
     made = torch.empty(each, columns if columns > best else 1, dtype=torch.float32, device=q.device)
-    where = page_table, seats, ends, bits, starts
+    where = block_table, seats, ends, bits, starts
     for first in range(0, rows, each):
         part = min(each, rows - first)
         if columns > best:
             BN, warps = (16, 8) if q.dtype == torch.float32 else (128, 4)
             index_score_kernel[(part, splits or splits_for(part, processors_of(q.device)))](
-                q, weights, keys, scales, made, *where, first, page_table.stride(0), made.stride(0), HEADS=heads, D=dim, BN=BN,
+                q, weights, keys, scales, made, *where, first, block_table.stride(0), made.stride(0), HEADS=heads, D=dim, BN=BN,
                 PAGE=page_size, SHIFT=shift, BEST=best, num_warps=warps, num_stages=2,
             )  # fmt: skip
         choose_kernel[(part,)](
-            made, slots, counts, *where, first, page_table.stride(0), made.stride(0), PAGE=page_size, SHIFT=shift, BEST=best, B=block,
+            made, slots, counts, *where, first, block_table.stride(0), made.stride(0), PAGE=page_size, SHIFT=shift, BEST=best, B=block,
             num_warps=8,
         )  # fmt: skip
     return slots, counts

@@ -57,13 +57,13 @@ PAD = tl.constexpr(4)  # numbers after a part, the first of which is its logarit
 
 
 @triton.jit
-def _request_of(i_tile, cu_q, requests, group: tl.constexpr, BM: tl.constexpr):
+def _request_of(i_tile, query_start_loc, requests, group: tl.constexpr, BM: tl.constexpr):
     """The last request whose first tile is not after i_tile."""
     low = tl.full([], 0, tl.int32)
     high = low + requests
     while high - low > 1:
         middle = (low + high) // 2
-        first = (tl.load(cu_q + middle) * group) // BM + middle
+        first = (tl.load(query_start_loc + middle) * group) // BM + middle
         low = tl.where(first <= i_tile, middle, low)
         high = tl.where(first <= i_tile, high, middle)
     return low
@@ -160,8 +160,8 @@ def _combine_splits(p_out, p_parts, b_out_row, m_row, filled, splits, E: tl.cons
 
 @triton.jit(do_not_specialize=["requests"])
 def span_kernel(
-    p_q, p_k, p_v, p_out, p_parts, p_arrivals, p_page_table, p_seats, p_cu_q, p_kv_len, p_index, p_bits, p_tree_start, p_sinks, requests,
-    stride_pages, factor,
+    p_q, p_k, p_v, p_out, p_parts, p_arrivals, p_page_table, p_req_indices, p_cu_q, p_kv_len, p_index, p_bits, p_tree_start, p_sinks,
+    requests, stride_pages, factor,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +200,7 @@ def span_kernel(
         low = skipped + i_split * per
         high = tl.minimum(low + per, blocks)
         if low < high:
-            p_pages = p_page_table + tl.load(p_seats + r) * stride_pages
+            p_pages = p_page_table + tl.load(p_req_indices + r) * stride_pages
             o_k, o_e, o_r = tl.arange(0, BK), tl.arange(0, BE), tl.arange(0, BR)
             p_rows = p_q + b_out_row.to(tl.int64)[:, None] * D
             b_q = tl.load(p_rows + o_k[None, :], mask=m_row[:, None] & (o_k < KEY)[None, :], other=0.0)
@@ -310,7 +310,7 @@ def splits_for(programs: int, processors: int, most: int = 64) -> int:
 
 
 def span_gqa(
-    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, seats: Tensor, query_start_loc: Tensor, seq_lens: Tensor, index: Tensor,
     tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, window: int = 0, shift: int = 0,
     width: int = 1, splits: int | None = None, tile: SpanTiling | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -321,25 +321,25 @@ def span_gqa(
     of column c is in the slot of token c + shift. `width`: rows of the widest span, which only chooses the tiles. sinks [heads] float32.
     """
     assert v.shape[:2] == k.shape[:2] and v.is_contiguous(), (k.shape, v.shape, v.stride())
-    where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
+    where = block_table, seats, query_start_loc, seq_lens, index, tree_bits, tree_start, page_size, scale
     return _span(q, k, v, v.shape[2], *where, sinks, window, shift, width, splits, tile)
 
 
 def span_mla(
-    q: Tensor, latent: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
+    q: Tensor, latent: Tensor, block_table: Tensor, seats: Tensor, query_start_loc: Tensor, seq_lens: Tensor, index: Tensor,
     tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, window: int = 0, shift: int = 0,
     width: int = 1, splits: int | None = None, tile: SpanTiling | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value → [T, heads, value_dim]; see `span_gqa`."""
     assert latent.shape[1] == 1 and value_dim < latent.shape[2], (latent.shape, value_dim)
-    where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
+    where = block_table, seats, query_start_loc, seq_lens, index, tree_bits, tree_start, page_size, scale
     return _span(q, latent, None, value_dim, *where, sinks, window, shift, width, splits, tile)
 
 
 def _span(
-    q: Tensor, k: Tensor, v: Tensor | None, value_dim: int, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
-    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, sinks: Tensor | None, window: int, shift: int,
-    width: int, splits: int | None, tile: SpanTiling | None,
+    q: Tensor, k: Tensor, v: Tensor | None, value_dim: int, block_table: Tensor, seats: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    index: Tensor, tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, sinks: Tensor | None, window: int,
+    shift: int, width: int, splits: int | None, tile: SpanTiling | None,
 ) -> Tensor:  # fmt: skip
     (rows, heads, dim), kv_heads, requests = q.shape, k.shape[1], len(seats)
     assert heads % kv_heads == 0 and k.shape[2] == dim and q.is_contiguous() and k.is_contiguous(), (
@@ -348,7 +348,7 @@ def _span(
         q.stride(),
         k.stride(),
     )
-    assert page_table.stride(1) == 1 and (tree_bits is None) == (tree_start is None) and window >= 0 and shift >= 0
+    assert block_table.stride(1) == 1 and (tree_bits is None) == (tree_start is None) and window >= 0 and shift >= 0
     assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
     group = heads // kv_heads
     bytes_of_numbers = q.element_size(), k.element_size()
@@ -359,7 +359,7 @@ def _span(
     tiles = rows * group // cut.BM + requests
     if splits is None:
         splits = table_splits or splits_for(tiles * kv_heads, processors_of(q.device))
-        splits = min(splits, triton.next_power_of_2(triton.cdiv(page_table.shape[1] * page_size, cut.BN)))  # each has a block to read
+        splits = min(splits, triton.next_power_of_2(triton.cdiv(block_table.shape[1] * page_size, cut.BN)))  # each has a block to read
     out = torch.empty(rows, heads, value_dim, dtype=q.dtype, device=q.device)
     parts, arrivals = None, None
     if splits > 1:
@@ -368,8 +368,8 @@ def _span(
         if fits and splits <= LAST_SPLITS and min(cut.BM, group * width) * splits * value_dim * 4 <= LAST_BYTES:
             arrivals = arrival_counters("span", tiles * kv_heads, q.device)
     span_kernel[(tiles, kv_heads, splits)](
-        q, k, v, out, parts, arrivals, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, sinks, requests, page_table.stride(0),
-        scale * LOG2_E.value,
+        q, k, v, out, parts, arrivals, block_table, seats, query_start_loc, seq_lens, index, tree_bits, tree_start, sinks, requests,
+        block_table.stride(0), scale * LOG2_E.value,
         GROUP=group, D=dim, E=value_dim, BM=cut.BM, BN=cut.BN, PAGE=page_size, WINDOW=window, SHIFT=shift,
         num_warps=cut.warps, num_stages=cut.stages, **({} if cut.registers is None else {"maxnreg": cut.registers}),
     )  # fmt: skip

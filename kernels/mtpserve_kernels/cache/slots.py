@@ -11,11 +11,11 @@ B = 256  # places in a program
 
 
 @triton.jit(do_not_specialize=["number"])
-def slots_kernel(p_out, p_table, p_seats, p_index, number, stride, PAGE: tl.constexpr, B: tl.constexpr):
+def slots_kernel(p_out, p_table, p_req_indices, p_index, number, stride, PAGE: tl.constexpr, B: tl.constexpr):
     o = tl.program_id(0) * B + tl.arange(0, B)
     m = o < number
-    seat, index = tl.load(p_seats + o, mask=m, other=0), tl.load(p_index + o, mask=m, other=0)
-    page = tl.load(p_table + seat * stride + index // PAGE, mask=m, other=0)
+    req_idx, index = tl.load(p_req_indices + o, mask=m, other=0), tl.load(p_index + o, mask=m, other=0)
+    page = tl.load(p_table + req_idx * stride + index // PAGE, mask=m, other=0)
     tl.store(p_out + o, page * PAGE + index % PAGE, mask=m)
 
 
@@ -30,13 +30,13 @@ def boundary_kernel(p_rows, p_slots, p_hidden, WIDTH: tl.constexpr, PAGE: tl.con
             tl.store(p_rows + (slot // PAGE) * WIDTH + o, b, mask=o < WIDTH)
 
 
-def slots(page_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> Tensor:
+def slots(block_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> Tensor:
     """See reference.slots; page_table has contiguous rows, seats and index are contiguous."""
-    assert page_table.stride(1) == 1 and seats.is_contiguous() and index.is_contiguous(), (seats.stride(), index.stride())
+    assert block_table.stride(1) == 1 and seats.is_contiguous() and index.is_contiguous(), (seats.stride(), index.stride())
     out = torch.empty_like(index)
     if len(index):
         slots_kernel[(triton.cdiv(len(index), B),)](
-            out, page_table, seats, index, len(index), page_table.stride(0), PAGE=page_size, B=B, num_warps=2
+            out, block_table, seats, index, len(index), block_table.stride(0), PAGE=page_size, B=B, num_warps=2
         )
     return out
 

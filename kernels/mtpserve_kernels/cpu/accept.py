@@ -53,7 +53,7 @@ def sampling_of(temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 
 
 def accept(
-    logits: Tensor, drafts: Tensor, draft_count: Tensor, parents: Tensor | None, depths: Tensor | None, seats: Tensor, length: Tensor,
+    logits: Tensor, drafts: Tensor, num_draft_tokens: Tensor, parents: Tensor | None, depths: Tensor | None, seats: Tensor, length: Tensor,
     temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, coupled: Tensor, draft_probs: Tensor | None,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -67,9 +67,9 @@ def accept(
     tokens, path = (torch.empty(requests, depth + 1, dtype=torch.int64) for _ in range(2))
     accepted, failed = torch.empty(requests, dtype=torch.int64), torch.empty(requests, dtype=torch.bool)
     q_stride, q_nodes = (0, 0) if q is None else (q.stride(0), q.shape[1])
-    drafts, draft_count, seats = drafts.contiguous(), draft_count.contiguous(), seats.contiguous()
+    drafts, num_draft_tokens, seats = drafts.contiguous(), num_draft_tokens.contiguous(), seats.contiguous()
     given = Drafted(
-        requests, nodes, vocab, logits.data_ptr(), drafts.data_ptr(), draft_count.data_ptr(), address(parents),
+        requests, nodes, vocab, logits.data_ptr(), drafts.data_ptr(), num_draft_tokens.data_ptr(), address(parents),
         0 if parents is None else parents.stride(0), seats.data_ptr(), length.data_ptr(), address(q), q_stride, q_nodes,
     )  # fmt: skip
     sampling = sampling_of(temperature, top_k, top_p, min_p, seed, coupled)

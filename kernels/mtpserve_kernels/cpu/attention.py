@@ -19,7 +19,7 @@ class Spans(Structure):
     """src/attention.h. `tensors` keeps what it points to."""
 
     _fields_ = [
-        ("page_table", c_void_p), ("seats", c_void_p), ("cu_q", c_void_p), ("kv_len", c_void_p), ("index", c_void_p),
+        ("block_table", c_void_p), ("seats", c_void_p), ("query_start_loc", c_void_p), ("seq_lens", c_void_p), ("index", c_void_p),
         ("tree_bits", c_void_p), ("tree_start", c_void_p),
         ("table_stride", c_int64), ("requests", c_int64), ("page_size", c_int64), ("window", c_int64), ("shift", c_int64),
         ("heads", c_int64), ("kv_heads", c_int64), ("key_dim", c_int64), ("value_dim", c_int64),
@@ -47,21 +47,25 @@ def layout_of(keys: Tensor, values: Tensor, heads: int, page_size: int, scale: f
 
 
 def plan(
-    layout: Spans, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor, tree_bits: Tensor | None = None,
+    layout: Spans, block_table: Tensor, seats: Tensor, query_start_loc: Tensor, seq_lens: Tensor, index: Tensor,
+    tree_bits: Tensor | None = None,
     tree_start: Tensor | None = None, shift: int = 0,
 ) -> Spans:  # fmt: skip
     """A batch. The arguments are those of `span_gqa`."""
-    lists = seats, cu_q, kv_len, index, tree_bits, tree_start
+    lists = seats, query_start_loc, seq_lens, index, tree_bits, tree_start
     for x in lists:
         assert x is None or (x.dtype == torch.int64 and x.is_contiguous()), (x.dtype, x.stride())
-    assert page_table.dtype == torch.int64, page_table.dtype
-    assert page_table.stride(1) == 1 and (tree_bits is None) == (tree_start is None) and shift >= 0, (page_table.stride(), shift)
+    assert block_table.dtype == torch.int64, block_table.dtype
+    assert block_table.stride(1) == 1 and (tree_bits is None) == (tree_start is None) and shift >= 0, (block_table.stride(), shift)
     spans = Spans.from_buffer_copy(layout)
-    spans.page_table, spans.table_stride, spans.requests, spans.shift = page_table.data_ptr(), page_table.stride(0), seats.shape[0], shift
-    spans.seats, spans.cu_q, spans.kv_len, spans.index = (x.data_ptr() for x in lists[:4])
+    spans.block_table = block_table.data_ptr()
+    spans.table_stride = block_table.stride(0)
+    spans.requests = seats.shape[0]
+    spans.shift = shift
+    spans.seats, spans.query_start_loc, spans.seq_lens, spans.index = (x.data_ptr() for x in lists[:4])
     if tree_bits is not None and tree_start is not None:
         spans.tree_bits, spans.tree_start = tree_bits.data_ptr(), tree_start.data_ptr()
-    spans.tensors = page_table, *lists
+    spans.tensors = block_table, *lists
     return spans
 
 
@@ -77,20 +81,20 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spans: Spans, sinks: Tensor 
 
 
 def span_gqa(
-    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, seats: Tensor, query_start_loc: Tensor, seq_lens: Tensor, index: Tensor,
     tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, sinks: Tensor | None = None, window: int = 0,
     shift: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], k [slots, kv_heads, D], v [slots, kv_heads, E] → [T, heads, E]; see mtpserve_kernels.attention.span."""
     layout = layout_of(k, v, q.shape[1], page_size, scale, window)
-    return attend(q, k, v, plan(layout, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, shift), sinks)
+    return attend(q, k, v, plan(layout, block_table, seats, query_start_loc, seq_lens, index, tree_bits, tree_start, shift), sinks)
 
 
 def span_mla(
-    q: Tensor, latent: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
+    q: Tensor, latent: Tensor, block_table: Tensor, seats: Tensor, query_start_loc: Tensor, seq_lens: Tensor, index: Tensor,
     tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, sinks: Tensor | None = None,
     window: int = 0, shift: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value → [T, heads, value_dim]"""
-    where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
+    where = block_table, seats, query_start_loc, seq_lens, index, tree_bits, tree_start, page_size, scale
     return span_gqa(q, latent, latent[..., :value_dim], *where, sinks=sinks, window=window, shift=shift)

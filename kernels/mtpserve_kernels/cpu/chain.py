@@ -19,8 +19,8 @@ from mtpserve_kernels.cpu.linear import TYPES, Matrix
 class Absorbed(Structure):
     _fields_ = [
         ("rows", c_int64), ("requests", c_int64), ("ids", c_void_p), ("index", c_void_p), ("slots", c_void_p),
-        ("seats", c_void_p), ("cu_q", c_void_p), ("kv_len", c_void_p), ("features", c_void_p), ("stride", c_int64), ("last", c_void_p),
-        ("split", c_bool),
+        ("seats", c_void_p), ("query_start_loc", c_void_p), ("seq_lens", c_void_p), ("features", c_void_p), ("stride", c_int64),
+        ("last", c_void_p), ("split", c_bool),
     ]  # fmt: skip
 
 
@@ -65,13 +65,13 @@ class StepRows(NamedTuple):
     places: Tensor  # [T], in their requests
     slots: Tensor  # [T]
     seats: Tensor  # [R]
-    cu_q: Tensor  # [R + 1]
-    kv_len: Tensor  # [R]
+    query_start_loc: Tensor  # [R + 1]
+    seq_lens: Tensor  # [R]
 
 
 def drafts(
     model: Chain, steps: int, rows: StepRows, features: Tensor, last: Tensor, split: bool, seats: Tensor, length: Tensor,
-    page_table: Tensor, sampling: Sampling | None, drawn: bool,
+    block_table: Tensor, sampling: Sampling | None, drawn: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`rows` that the layer computes, with features [T, H]; with `split` of all their keys and values alone, and then the last ones again.
     `last` [D]: in which of them the requests end that are drafted for, seats [D], length and page_table by seat: int64 → drafts [D, steps],
@@ -79,7 +79,11 @@ def drafts(
     requests, (number, hidden) = seats.shape[0], features.shape
     step = Chain.from_buffer_copy(model)
     assert hidden == model.layer_pass.hidden and features.stride(1) == 1 and TYPES[features.dtype] == model.layer_pass.type
-    assert page_table.stride(1) == 1 and length.dtype == page_table.dtype == torch.int64 and rows.cu_q.shape[0] == rows.seats.shape[0] + 1
+    assert (
+        block_table.stride(1) == 1
+        and length.dtype == block_table.dtype == torch.int64
+        and rows.query_start_loc.shape[0] == rows.seats.shape[0] + 1
+    )
     for x in (*rows, last, seats):
         assert x.dtype == torch.int64 and x.is_contiguous(), (x.dtype, x.stride())
     assert rows.ids.shape == rows.places.shape == rows.slots.shape == (number,) and last.shape == (requests,)
@@ -91,7 +95,7 @@ def drafts(
     )
     spans = step.spans
     spans.requests, spans.seats = requests, seats.data_ptr()
-    spans.page_table, spans.table_stride = page_table.data_ptr(), page_table.stride(0)
+    spans.block_table, spans.table_stride = block_table.data_ptr(), block_table.stride(0)
     step.greedy = sampling is None
     if sampling is not None:
         step.sampling = sampling

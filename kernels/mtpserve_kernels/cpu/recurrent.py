@@ -27,8 +27,8 @@ class LayerFields(Structure):
 
 class SpanFields(Structure):
     _fields_ = [
-        ("seats", c_void_p), ("cu_q", c_void_p), ("length", c_void_p), ("replay", c_void_p), ("fresh", c_void_p), ("parents", c_void_p),
-        ("keep_after", c_void_p), ("keep_in", c_void_p), ("requests", c_int64), ("parents_stride", c_int64),
+        ("seats", c_void_p), ("query_start_loc", c_void_p), ("length", c_void_p), ("replay", c_void_p), ("fresh", c_void_p),
+        ("parents", c_void_p), ("keep_after", c_void_p), ("keep_in", c_void_p), ("requests", c_int64), ("parents_stride", c_int64),
     ]  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def recur(
     assert all(part.is_contiguous() for part in numbers) and gates.dtype == conv.dtype == layer.state.dtype == torch.float32
     assert (skip is not None) == rule.mamba2 and len(conv) == rule.taps + rule.mamba2, (conv.shape, rule)
     assert skip is None or (skip.is_contiguous() and skip.dtype == torch.float32)
-    lists = spans.seats, spans.cu_q, spans.length, spans.replay, spans.fresh
+    lists = spans.seats, spans.query_start_loc, spans.length, spans.replay, spans.fresh
     assert all(part.dtype == torch.int64 and part.is_contiguous() for part in lists)
     parents = spans.parents if spans.parents is None or spans.parents.stride(1) == 1 else spans.parents.contiguous()
     fields = SpanFields(*(part.data_ptr() for part in lists), requests=len(spans.seats))

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.library import Op
-from mtpserve_kernels.seats.reference import Placed, Seats
+from mtpserve_kernels.seats.reference import PlacedRows, RequestTable
 
 
 class Addresses(Structure):
     _fields_ = [
         ("tokens", c_void_p), ("length", c_void_p), ("computed", c_void_p), ("limit", c_void_p), ("waiting", c_void_p), ("stops", c_void_p),
-        ("page_table", c_void_p), ("done", c_void_p),
+        ("block_table", c_void_p), ("done", c_void_p),
         ("width", c_int64), ("most_stops", c_int64), ("page_table_stride", c_int64), ("columns", c_int64), ("page_size", c_int64),
     ]  # fmt: skip
 
@@ -27,13 +27,13 @@ _hold = Op("mtp_hold", POINTER(Addresses), *[c_void_p] * 3, c_int64, c_int64, *[
 _advance = Op("mtp_advance", POINTER(Addresses), *[c_void_p] * 6, c_int64, c_int64)
 
 
-def addresses(seats: Seats) -> Any:
+def addresses(seats: RequestTable) -> Any:
     if seats.addresses is None:
         length, computed, _, limit, waiting = seats.counts.unbind(0)
-        given = seats.tokens, length, computed, limit, waiting, seats.stops, seats.page_table
+        given = seats.tokens, length, computed, limit, waiting, seats.stops, seats.block_table
         assert all(part.dtype == torch.int64 and part.stride(-1) == 1 for part in given) and seats.done.dtype == torch.bool
         assert all(part.is_contiguous() for part in (seats.tokens, seats.stops, seats.done))
-        table = seats.page_table
+        table = seats.block_table
         seats.addresses = Addresses(
             *[part.data_ptr() for part in given], seats.done.data_ptr(), seats.tokens.shape[1], seats.stops.shape[1], table.stride(0),
             table.shape[1], seats.page_size,
@@ -41,35 +41,35 @@ def addresses(seats: Seats) -> Any:
     return byref(seats.addresses)
 
 
-def slots(page_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> Tensor:
+def slots(block_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> Tensor:
     """page_table [seats, columns], seats and index [n]: int64; index -1 is in the page of the last column, as in torch."""
-    assert page_table.stride(1) == 1 and page_table.dtype == torch.int64, (page_table.stride(), page_table.dtype)
+    assert block_table.stride(1) == 1 and block_table.dtype == torch.int64, (block_table.stride(), block_table.dtype)
     number, index = index.shape[0], index.contiguous()
     out = torch.empty(number, dtype=torch.int64)
-    _slots(page_table, page_table.stride(0), page_table.shape[1], page_size, seats.contiguous(), index, number, out)
+    _slots(block_table, block_table.stride(0), block_table.shape[1], page_size, seats.contiguous(), index, number, out)
     return out
 
 
 def place(
-    seats: Seats, seat_ids: Tensor, row_span: Tensor, offset: Tensor, cu_q: Tensor, drafts: Tensor, samples: Tensor, *,
+    seats: RequestTable, req_indices: Tensor, row_span: Tensor, offset: Tensor, query_start_loc: Tensor, drafts: Tensor, samples: Tensor, *,
     start: Tensor | None = None,
-) -> Placed:  # fmt: skip
+) -> PlacedRows:  # fmt: skip
     """All are contiguous int64. `row_span` and `offset` are not read: each request's rows follow one another, from 0 on."""
-    rows, requests = row_span.shape[0], seat_ids.shape[0]
+    rows, requests = row_span.shape[0], req_indices.shape[0]
     out = torch.empty(4 * rows + 3 * requests, dtype=torch.int64)
-    _place(addresses(seats), seat_ids, cu_q, start, drafts, samples, requests, rows, out)
-    return Placed(*out.split([rows] * 4 + [requests] * 3))
+    _place(addresses(seats), req_indices, query_start_loc, start, drafts, samples, requests, rows, out)
+    return PlacedRows(*out.split([rows] * 4 + [requests] * 3))
 
 
-def following(seats: Seats, row_seats: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def following(seats: RequestTable, token_req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Both are contiguous int64."""
     out = torch.empty(3, index.shape[0], dtype=torch.int64)
-    _following(addresses(seats), row_seats, index, index.shape[0], out)
+    _following(addresses(seats), token_req_indices, index, index.shape[0], out)
     ids, after, where = out.unbind()
     return ids, after, where
 
 
-def hold(seats: Seats, seat_ids: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
+def hold(seats: RequestTable, req_indices: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
     """seat_ids is contiguous; all but `drawn`, which is contiguous float32, are int64."""
     probs, kept, numbers, stride = None, None, 0, 0
     if drawn is not None:
@@ -77,9 +77,11 @@ def hold(seats: Seats, seat_ids: Tensor, tokens: Tensor, count: Tensor, drawn: t
         assert probs.is_contiguous() and kept.is_contiguous() and probs.dtype == kept.dtype == torch.float32
         assert len(probs) == len(tokens) and probs.shape[2] == kept.shape[2] and probs.shape[1] <= kept.shape[1], (probs.shape, kept.shape)
         numbers, stride = probs.shape[1] * probs.shape[2], kept.stride(0)
-    _hold(addresses(seats), seat_ids, tokens.contiguous(), count.contiguous(), *tokens.shape, probs, numbers, kept, stride)
+    _hold(addresses(seats), req_indices, tokens.contiguous(), count.contiguous(), *tokens.shape, probs, numbers, kept, stride)
 
 
-def advance(seats: Seats, seat_ids: Tensor, cu_q: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor) -> None:
+def advance(
+    seats: RequestTable, req_indices: Tensor, query_start_loc: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor
+) -> None:
     """All are contiguous int64, but for the tokens."""
-    _advance(addresses(seats), seat_ids, cu_q, last_row, samples, accepted, tokens.contiguous(), *tokens.shape)
+    _advance(addresses(seats), req_indices, query_start_loc, last_row, samples, accepted, tokens.contiguous(), *tokens.shape)

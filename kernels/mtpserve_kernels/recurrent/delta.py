@@ -25,7 +25,7 @@ CHANNELS = 256  # of the inputs that are kept, in one program
 
 @triton.jit
 def advance(
-    b_s, p_g, p_x, p_before, p_ring, p_conv, p_skip, p_parents, seat, first, replay, fresh, ring_rows, length, n, o_k, o_v, i_h,
+    b_s, p_g, p_x, p_before, p_ring, p_conv, p_skip, p_parents, req_idx, first, replay, fresh, ring_rows, length, n, o_k, o_v, i_h,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """One row, whose gates are at p_g → the state after it, and what it reads."""
@@ -36,9 +36,15 @@ def advance(
     query = (HV * DV + HK * DK if MAMBA2 else 0) + own
     key = (HV * DV if MAMBA2 else HK * DK) + own
     value = (0 if MAMBA2 else 2 * HK * DK) + i_h * DV
-    b_q = mixed(p_x, p_before, p_ring, p_conv, p_parents, seat, first, replay, fresh, ring_rows, length, n, query, o_k, DK, C, TAPS, MAMBA2)
-    b_k = mixed(p_x, p_before, p_ring, p_conv, p_parents, seat, first, replay, fresh, ring_rows, length, n, key, o_k, DK, C, TAPS, MAMBA2)
-    b_v = mixed(p_x, p_before, p_ring, p_conv, p_parents, seat, first, replay, fresh, ring_rows, length, n, value, o_v, DV, C, TAPS, MAMBA2)
+    b_q = mixed(
+        p_x, p_before, p_ring, p_conv, p_parents, req_idx, first, replay, fresh, ring_rows, length, n, query, o_k, DK, C, TAPS, MAMBA2
+    )
+    b_k = mixed(
+        p_x, p_before, p_ring, p_conv, p_parents, req_idx, first, replay, fresh, ring_rows, length, n, key, o_k, DK, C, TAPS, MAMBA2
+    )
+    b_v = mixed(
+        p_x, p_before, p_ring, p_conv, p_parents, req_idx, first, replay, fresh, ring_rows, length, n, value, o_v, DV, C, TAPS, MAMBA2
+    )
     b_s *= tl.exp(tl.load(p_g + i_h))
     if MAMBA2:
         b_written = b_v
@@ -55,7 +61,7 @@ def advance(
 
 @triton.jit(do_not_specialize=["ring_rows", "drafted"])
 def recur_kernel(
-    p_x, p_gates, p_conv, p_skip, p_out, p_state, p_before, p_ring, p_ring_gates, p_seats, p_cu_q, p_length, p_replay, p_fresh,
+    p_x, p_gates, p_conv, p_skip, p_out, p_state, p_before, p_ring, p_ring_gates, p_req_indices, p_cu_q, p_length, p_replay, p_fresh,
     p_parents, p_keep_after, p_keep_in, ring_rows, drafted, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     TAPS: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +69,7 @@ def recur_kernel(
     i_v, i_h, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     KP: tl.constexpr = triton.next_power_of_2(DK)
     BV: tl.constexpr = COLUMNS if DV > COLUMNS else triton.next_power_of_2(DV)
-    seat, first, length = tl.load(p_seats + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
+    req_idx, first, length = tl.load(p_req_indices + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
     drafts = (tl.load(p_cu_q + i_r + 1) - first).to(tl.int32) - length
     fresh = tl.load(p_fresh + i_r).to(tl.int32)
     replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r).to(tl.int32))
@@ -74,13 +80,13 @@ def recur_kernel(
         done = tiles_of(replay, length) * ROWS
     m_v, known = o_v < DV, tl.where((fresh != 0) & (done == 0), 0, DK)
     m_s = (o_k < DK)[:, None] & m_v[None, :]
-    p_own = p_state + seat * HV * DK * DV
+    p_own = p_state + req_idx * HV * DK * DV
     b_s = tl.load(p_own + o_s, mask=(o_k < known)[:, None] & m_v[None, :], other=0.0)
     # One loop for the rows that are replayed and the committed ones: with two, Triton's AMD pass over comparisons fails.
     for n in range(done - replay, length):
-        p_old, p_new = p_ring_gates + (seat * ring_rows + replay + n) * 2 * HV, p_gates + (first + n) * 2 * HV
+        p_old, p_new = p_ring_gates + (req_idx * ring_rows + replay + n) * 2 * HV, p_gates + (first + n) * 2 * HV
         b_s, b_out = advance(
-            b_s, tl.where(n < 0, p_old, p_new), p_x, p_before, p_ring, p_conv, p_skip, None, seat, first, replay, fresh,
+            b_s, tl.where(n < 0, p_old, p_new), p_x, p_before, p_ring, p_conv, p_skip, None, req_idx, first, replay, fresh,
             ring_rows, length, n, o_k, o_v, i_h, HK, HV, DK, DV, TAPS,
         )  # fmt: skip
         tl.store(p_out + ((first + n) * HV + i_h) * DV + o_v, b_out, mask=m_v & (n >= 0))
@@ -93,7 +99,7 @@ def recur_kernel(
         if p_parents is None:
             p_g = p_gates + (first + length + j) * 2 * HV
             b_s, b_out = advance(
-                b_s, p_g, p_x, p_before, p_ring, p_conv, p_skip, None, seat, first, replay, fresh, ring_rows, length, length + j,
+                b_s, p_g, p_x, p_before, p_ring, p_conv, p_skip, None, req_idx, first, replay, fresh, ring_rows, length, length + j,
                 o_k, o_v, i_h, HK, HV, DK, DV, TAPS,
             )  # fmt: skip
         else:
@@ -108,7 +114,7 @@ def recur_kernel(
                 if (path >> a) & 1 == 1:
                     p_g = p_gates + (first + length + a) * 2 * HV
                     b_s, b_out = advance(
-                        b_s, p_g, p_x, p_before, p_ring, p_conv, p_skip, p_tree, seat, first, replay, fresh, ring_rows, length,
+                        b_s, p_g, p_x, p_before, p_ring, p_conv, p_skip, p_tree, req_idx, first, replay, fresh, ring_rows, length,
                         length + a, o_k, o_v, i_h, HK, HV, DK, DV, TAPS,
                     )  # fmt: skip
         tl.store(p_out + ((first + length + j) * HV + i_h) * DV + o_v, b_out, mask=m_v)
@@ -116,12 +122,12 @@ def recur_kernel(
 
 @triton.jit(do_not_specialize=["ring_rows"])
 def keep_kernel(
-    p_x, p_gates, p_before, p_ring, p_ring_gates, p_seats, p_cu_q, p_length, p_replay, p_fresh, p_keep_after, p_keep_in, ring_rows,
+    p_x, p_gates, p_before, p_ring, p_ring_gates, p_req_indices, p_cu_q, p_length, p_replay, p_fresh, p_keep_after, p_keep_in, ring_rows,
     C: tl.constexpr, HV: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
     """The inputs that the next step finds: of the last rows before it, and of those that wait."""
     i_c, i_r = tl.program_id(0), tl.program_id(1)
-    seat, first, length = tl.load(p_seats + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
+    req_idx, first, length = tl.load(p_req_indices + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
     drafts = (tl.load(p_cu_q + i_r + 1) - first).to(tl.int32) - length
     fresh = tl.load(p_fresh + i_r).to(tl.int32)
     replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r).to(tl.int32))
@@ -133,21 +139,21 @@ def keep_kernel(
             place = tl.load(p_keep_in + i_r)
             for t in tl.static_range(HISTORY):
                 at = keep - replay - HISTORY + t
-                b_x = inputs_of(p_x, p_before, p_ring, seat, first, replay, fresh, ring_rows, at, o_c, o_c, C, C, HISTORY)
+                b_x = inputs_of(p_x, p_before, p_ring, req_idx, first, replay, fresh, ring_rows, at, o_c, o_c, C, C, HISTORY)
                 tl.store(p_before + (place * HISTORY + t) * C + o_c, b_x, mask=o_c < C)
     # From the oldest on: what is read then is never older than what is overwritten.
     for t in tl.static_range(HISTORY):
         at = length - HISTORY + t
-        b_x = inputs_of(p_x, p_before, p_ring, seat, first, replay, fresh, ring_rows, at, o_c, o_c, C, C, HISTORY)
-        tl.store(p_before + (seat * HISTORY + t) * C + o_c, b_x, mask=o_c < C)
+        b_x = inputs_of(p_x, p_before, p_ring, req_idx, first, replay, fresh, ring_rows, at, o_c, o_c, C, C, HISTORY)
+        tl.store(p_before + (req_idx * HISTORY + t) * C + o_c, b_x, mask=o_c < C)
     o_g = tl.arange(0, BG)
     for j in range(drafts):
         row = first + length + j
         b_x = tl.load(p_x + row * C + o_c, mask=o_c < C, other=0.0)
-        tl.store(p_ring + (seat * ring_rows + j) * C + o_c, b_x, mask=o_c < C)
+        tl.store(p_ring + (req_idx * ring_rows + j) * C + o_c, b_x, mask=o_c < C)
         if i_c == 0:
             b_g = tl.load(p_gates + row * 2 * HV + o_g, mask=o_g < 2 * HV, other=0.0)
-            tl.store(p_ring_gates + (seat * ring_rows + j) * 2 * HV + o_g, b_g, mask=o_g < 2 * HV)
+            tl.store(p_ring_gates + (req_idx * ring_rows + j) * 2 * HV + o_g, b_g, mask=o_g < 2 * HV)
 
 
 def recur(
@@ -160,7 +166,7 @@ def recur(
     assert (skip is not None) == mamba2 and len(conv) == rule.taps + mamba2, (conv.shape, rule)
     parents = None if spans.parents is None else spans.parents.contiguous()
     out = torch.empty(len(x), rule.value_heads, rule.value_dim, dtype=x.dtype, device=x.device)
-    own = spans.seats, spans.cu_q, spans.length, spans.replay, spans.fresh
+    own = spans.seats, spans.query_start_loc, spans.length, spans.replay, spans.fresh
     ring_rows, kept = layer.ring.shape[1], (spans.keep_after, spans.keep_in)
     tiled = spans.longest >= ROWS.value and not mamba2
     if tiled:

@@ -59,7 +59,7 @@ class StateSpans(NamedTuple):
     """The spans of a step, R of them. Rows cu_q[r] … cu_q[r + 1] - 1 are span r's, the first `length[r]` of them are committed."""
 
     seats: Tensor  # [R]
-    cu_q: Tensor  # [R + 1]
+    query_start_loc: Tensor  # [R + 1]
     length: Tensor  # [R]
     replay: Tensor  # [R], rows of the ring that were accepted
     fresh: Tensor  # [R], 1: the state begins with this span
@@ -127,7 +127,7 @@ def recur(
     Mamba-2 alone: one more row of conv, the bias, and skip [value_heads] float32, its D. Changes `layer`. Reads lengths on the host."""
     assert (skip is not None) == rule.mamba2 and len(conv) == rule.taps + rule.mamba2, (conv.shape, rule)
     out = x.new_empty(len(x), rule.value_heads, rule.value_dim)
-    starts, lengths = spans.cu_q.tolist(), spans.length.tolist()
+    starts, lengths = spans.query_start_loc.tolist(), spans.length.tolist()
     shapes = [(lengths[r], starts[r + 1] - starts[r] - lengths[r]) for r in range(len(lengths))]
     for shape in dict.fromkeys(shapes):
         members = torch.tensor([r for r, other in enumerate(shapes) if other == shape], device=x.device)
@@ -141,7 +141,7 @@ def one_shape(
 ) -> None:  # fmt: skip
     """Spans with equal numbers of committed rows and of drafts, side by side."""
     length, drafts = shape
-    seats, first, replay = spans.seats[members], spans.cu_q[members], spans.replay[members]
+    seats, first, replay = spans.seats[members], spans.query_start_loc[members], spans.replay[members]
     now = Running(layer.state[seats], layer.before[seats])
     fresh = spans.fresh[members].bool()
     now = Running(torch.zeros_like(now.state), torch.zeros_like(now.before)).where(fresh, now)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def inputs_of(
-    p_x, p_before, p_ring, seat, first, replay, fresh, ring_rows, n, o_c, o, size, C: tl.constexpr, HISTORY: tl.constexpr
+    p_x, p_before, p_ring, req_idx, first, replay, fresh, ring_rows, n, o_c, o, size, C: tl.constexpr, HISTORY: tl.constexpr
 ):  # fmt: skip
     """Channels o_c of row n, where o < size. Rows are counted from the span's first: those before it wait in the ring, or came before
     these; a request that begins has none."""
@@ -16,13 +16,13 @@ def inputs_of(
     own, old = tl.where(n >= 0, size, 0), tl.where((n < 0) & (waits >= 0), size, 0)
     older = tl.where((n < 0) & (waits < 0) & (fresh == 0), size, 0)
     b = tl.load(p_x + (first + n) * C + o_c, mask=o < own, other=0.0)
-    b += tl.load(p_ring + (seat * ring_rows + waits) * C + o_c, mask=o < old, other=0.0)
-    return b + tl.load(p_before + (seat * HISTORY + HISTORY + waits) * C + o_c, mask=o < older, other=0.0)
+    b += tl.load(p_ring + (req_idx * ring_rows + waits) * C + o_c, mask=o < old, other=0.0)
+    return b + tl.load(p_before + (req_idx * HISTORY + HISTORY + waits) * C + o_c, mask=o < older, other=0.0)
 
 
 @triton.jit
 def mixed(
-    p_x, p_before, p_ring, p_conv, p_parents, seat, first, replay, fresh, ring_rows, length, n, channel, o, SIZE: tl.constexpr,
+    p_x, p_before, p_ring, p_conv, p_parents, req_idx, first, replay, fresh, ring_rows, length, n, channel, o, SIZE: tl.constexpr,
     C: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr = False,
 ):  # fmt: skip
     """silu of the convolution: the channels `channel` + o of row n, where o < SIZE; also of a column of rows n, for a row of channels o.
@@ -32,7 +32,7 @@ def mixed(
         b += tl.load(p_conv + TAPS * C + channel + o, mask=o < SIZE, other=0.0)
     at = n
     for t in tl.static_range(TAPS):
-        b_x = inputs_of(p_x, p_before, p_ring, seat, first, replay, fresh, ring_rows, at, channel + o, o, SIZE, C, TAPS - 1)
+        b_x = inputs_of(p_x, p_before, p_ring, req_idx, first, replay, fresh, ring_rows, at, channel + o, o, SIZE, C, TAPS - 1)
         b += b_x.to(tl.float32) * tl.load(p_conv + (TAPS - 1 - t) * C + channel + o, mask=o < SIZE, other=0.0)
         if p_parents is None:
             at -= 1

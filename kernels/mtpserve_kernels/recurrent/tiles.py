@@ -41,12 +41,12 @@ def inverse(b_a, o_t, o_i):
 
 @triton.jit(do_not_specialize=["ring_rows"])
 def tiles_kernel(
-    p_x, p_gates, p_conv, p_out, p_state, p_before, p_ring, p_ring_gates, p_seats, p_cu_q, p_length, p_replay, p_fresh, p_keep_after,
+    p_x, p_gates, p_conv, p_out, p_state, p_before, p_ring, p_ring_gates, p_req_indices, p_cu_q, p_length, p_replay, p_fresh, p_keep_after,
     p_keep_in, ring_rows, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """KEYS keys at a time, of a state that stays in the cache: a whole one beside all of a tile's keys does not fit into registers."""
     i_v, i_h, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seat, first, length = tl.load(p_seats + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
+    req_idx, first, length = tl.load(p_req_indices + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
     fresh = tl.load(p_fresh + i_r).to(tl.int32)
     replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r).to(tl.int32))
     C: tl.constexpr = 2 * HK * DK + HV * DV
@@ -55,7 +55,7 @@ def tiles_kernel(
     o_r, o_t, o_i = tl.arange(0, ROWS), tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
     o_b, o_v = tl.arange(0, KEYS), i_v * BV + tl.arange(0, BV)[None, :]
     o_s = i_h * DK * DV + o_v
-    p_own = p_state + seat * HV * DK * DV + o_s
+    p_own = p_state + req_idx * HV * DK * DV + o_s
     for tile in range(tiles_of(replay, length)):
         o_n = tile * ROWS - replay + o_t
         known = tl.where((fresh != 0) & (tile == 0), 0, DK)
@@ -65,10 +65,10 @@ def tiles_kernel(
         for j in range(0, DK, KEYS):
             o_k, o_d = (j + o_b)[None, :], (j + o_b)[:, None]
             b_k = mixed(
-                p_x, p_before, p_ring, p_conv, None, seat, first, replay, fresh, ring_rows, length, o_n, key, o_k, DK, C, TAPS
+                p_x, p_before, p_ring, p_conv, None, req_idx, first, replay, fresh, ring_rows, length, o_n, key, o_k, DK, C, TAPS
             )  # fmt: skip
             b_q = mixed(
-                p_x, p_before, p_ring, p_conv, None, seat, first, replay, fresh, ring_rows, length, o_n, query, o_k, DK, C, TAPS
+                p_x, p_before, p_ring, p_conv, None, req_idx, first, replay, fresh, ring_rows, length, o_n, query, o_k, DK, C, TAPS
             )  # fmt: skip
             b_s = tl.load(p_own + o_d * DV, mask=(o_d < known) & (o_v < DV), other=0.0)
             b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision="ieee")
@@ -78,10 +78,10 @@ def tiles_kernel(
             b_k2 += tl.sum(b_k * b_k, 1)
             b_q2 += tl.sum(b_q * b_q, 1)
         b_v = mixed(
-            p_x, p_before, p_ring, p_conv, None, seat, first, replay, fresh, ring_rows, length, o_n, value, o_v, DV, C, TAPS
+            p_x, p_before, p_ring, p_conv, None, req_idx, first, replay, fresh, ring_rows, length, o_n, value, o_v, DV, C, TAPS
         )  # fmt: skip
         n = tile * ROWS - replay + o_r
-        p_g = tl.where(n < 0, p_ring_gates + (seat * ring_rows + replay + n) * 2 * HV, p_gates + (first + n) * 2 * HV) + i_h
+        p_g = tl.where(n < 0, p_ring_gates + (req_idx * ring_rows + replay + n) * 2 * HV, p_gates + (first + n) * 2 * HV) + i_h
         b_g, b_beta, b_unit = tl.load(p_g), tl.load(p_g + HV)[:, None], tl.rsqrt(b_k2)
         b_sum, whole = tl.cumsum(b_g, 0), tl.sum(b_g, 0)
         b_all = tl.exp(b_sum)[:, None]
@@ -100,7 +100,7 @@ def tiles_kernel(
         for j in range(0, DK, KEYS):
             o_k, o_d = (j + o_b)[None, :], (j + o_b)[:, None]
             b_k = mixed(
-                p_x, p_before, p_ring, p_conv, None, seat, first, replay, fresh, ring_rows, length, o_n, key, o_k, DK, C, TAPS
+                p_x, p_before, p_ring, p_conv, None, req_idx, first, replay, fresh, ring_rows, length, o_n, key, o_k, DK, C, TAPS
             )  # fmt: skip
             b_s = tl.load(p_own + o_d * DV, mask=(o_d < known) & (o_v < DV), other=0.0)
             if p_keep_after is not None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpserve_kernels.seats.reference import Placed, Seats
+from mtpserve_kernels.seats.reference import PlacedRows, RequestTable
 
 B = 32  # rows of a program: each waits for a few dependent loads, so that many small programs take as long as one
 ALIGNED = 2  # numbers, 16 bytes
@@ -21,33 +21,33 @@ NUMBERS = 4096  # of a distribution, in a program
 
 
 @triton.jit
-def _slot(p_table, seat, index, stride_table, m, PAGE: tl.constexpr):
-    return tl.load(p_table + seat * stride_table + index // PAGE, mask=m, other=0) * PAGE + index % PAGE
+def _slot(p_table, req_idx, index, stride_table, m, PAGE: tl.constexpr):
+    return tl.load(p_table + req_idx * stride_table + index // PAGE, mask=m, other=0) * PAGE + index % PAGE
 
 
 @triton.jit
-def _begin(p_counts, p_start, seat, request, stride_counts, m):
+def _begin(p_counts, p_start, req_idx, request, stride_counts, m):
     if p_start is not None:
         begin = tl.load(p_start + request, mask=m, other=0)
     else:
-        begin = tl.load(p_counts + stride_counts + seat, mask=m, other=0)
+        begin = tl.load(p_counts + stride_counts + req_idx, mask=m, other=0)
     return begin
 
 
-@triton.jit(do_not_specialize=["p_seats", "p_span", "p_offset", "p_cu_q", "p_drafts", "p_samples", "p_start", "rows", "requests"])
+@triton.jit(do_not_specialize=["p_req_indices", "p_span", "p_offset", "p_cu_q", "p_drafts", "p_samples", "p_start", "rows", "requests"])
 def place_kernel(
-    p_out, p_tokens, p_counts, p_done, p_table, p_seats, p_span, p_offset, p_cu_q, p_drafts, p_samples, p_start, rows, requests,
+    p_out, p_tokens, p_counts, p_done, p_table, p_req_indices, p_span, p_offset, p_cu_q, p_drafts, p_samples, p_start, rows, requests,
     stride_counts, stride_tokens, stride_table, PAGE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """p_out: four results of `rows` and three of `requests`, each with room for an even number."""
     o = tl.program_id(0) * B + tl.arange(0, B)
     m_row, m = o < rows, o < requests
     span, offset = tl.load(p_span + o, mask=m_row, other=0), tl.load(p_offset + o, mask=m_row, other=0)
-    row_seat, seat = tl.load(p_seats + span, mask=m_row, other=0), tl.load(p_seats + o, mask=m, other=0)
+    row_seat, req_idx = tl.load(p_req_indices + span, mask=m_row, other=0), tl.load(p_req_indices + o, mask=m, other=0)
     index = _begin(p_counts, p_start, row_seat, span, stride_counts, m_row) + offset
-    begin = _begin(p_counts, p_start, seat, o, stride_counts, m)
-    length, limit = tl.load(p_counts + seat, mask=m, other=0), tl.load(p_counts + 3 * stride_counts + seat, mask=m, other=0)
-    waiting, live = tl.load(p_counts + 4 * stride_counts + seat, mask=m, other=0), tl.load(p_done + seat, mask=m, other=1) == 0
+    begin = _begin(p_counts, p_start, req_idx, o, stride_counts, m)
+    length, limit = tl.load(p_counts + req_idx, mask=m, other=0), tl.load(p_counts + 3 * stride_counts + req_idx, mask=m, other=0)
+    waiting, live = tl.load(p_counts + 4 * stride_counts + req_idx, mask=m, other=0), tl.load(p_done + req_idx, mask=m, other=1) == 0
     drafts, samples = tl.load(p_drafts + o, mask=m, other=0), tl.load(p_samples + o, mask=m, other=0)
     width = tl.load(p_cu_q + o + 1, mask=m, other=0) - tl.load(p_cu_q + o, mask=m, other=0)
     token = tl.load(p_tokens + row_seat * stride_tokens + index, mask=m_row, other=0)
@@ -65,82 +65,91 @@ def place_kernel(
     tl.store(p_requests + 2 * stride_requests + o, tl.where(live, samples, 0), mask=m)
 
 
-@triton.jit(do_not_specialize=["p_seats", "p_index", "rows"])
-def following_kernel(p_out, p_tokens, p_table, p_seats, p_index, rows, stride_tokens, stride_table, PAGE: tl.constexpr, B: tl.constexpr):
+@triton.jit(do_not_specialize=["p_req_indices", "p_index", "rows"])
+def following_kernel(
+    p_out, p_tokens, p_table, p_req_indices, p_index, rows, stride_tokens, stride_table, PAGE: tl.constexpr, B: tl.constexpr
+):
     """p_out: three results of `rows`, each with room for an even number."""
     o = tl.program_id(0) * B + tl.arange(0, B)
     m = o < rows
-    seat, index = tl.load(p_seats + o, mask=m, other=0), tl.load(p_index + o, mask=m, other=0) + 1
-    token, slot = tl.load(p_tokens + seat * stride_tokens + index, mask=m, other=0), _slot(p_table, seat, index, stride_table, m, PAGE)
+    req_idx, index = tl.load(p_req_indices + o, mask=m, other=0), tl.load(p_index + o, mask=m, other=0) + 1
+    token = tl.load(p_tokens + req_idx * stride_tokens + index, mask=m, other=0)
+    slot = _slot(p_table, req_idx, index, stride_table, m, PAGE)
     stride_rows = rows + rows % 2
     tl.store(p_out + o, token, mask=m)
     tl.store(p_out + stride_rows + o, index, mask=m)
     tl.store(p_out + 2 * stride_rows + o, slot, mask=m)
 
 
-@triton.jit(do_not_specialize=["p_seats", "requests", "lookback", "steps"])
-def draft_positions_kernel(p_out, p_length, p_table, p_seats, requests, lookback, steps, stride_table, PAGE: tl.constexpr, B: tl.constexpr):
+@triton.jit(do_not_specialize=["p_req_indices", "requests", "lookback", "steps"])
+def draft_positions_kernel(
+    p_out, p_length, p_table, p_req_indices, requests, lookback, steps, stride_table, PAGE: tl.constexpr, B: tl.constexpr
+):
     """Program (i, …): the positions length - lookback + i, and their slots if rows of drafts go there."""
     i, o = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)
     m = o < requests
-    seat = tl.load(p_seats + o, mask=m, other=0)
-    position = tl.load(p_length + seat, mask=m, other=0) - lookback + i
+    req_idx = tl.load(p_req_indices + o, mask=m, other=0)
+    position = tl.load(p_length + req_idx, mask=m, other=0) - lookback + i
     stride_rows = requests + requests % 2
     tl.store(p_out + i * stride_rows + o, position, mask=m)
     if (i >= lookback) & (i < lookback + steps - 1):
-        tl.store(p_out + (steps + i) * stride_rows + o, _slot(p_table, seat, position, stride_table, m, PAGE), mask=m)
+        tl.store(p_out + (steps + i) * stride_rows + o, _slot(p_table, req_idx, position, stride_table, m, PAGE), mask=m)
 
 
-@triton.jit(do_not_specialize=["p_seats", "p_draft", "p_count", "stride_draft", "next_draft"])
+@triton.jit(do_not_specialize=["p_req_indices", "p_draft", "p_count", "stride_draft", "next_draft"])
 def hold_kernel(
-    p_tokens, p_counts, p_seats, p_draft, p_count, p_probs, p_draft_probs, stride_counts, stride_tokens, stride_draft, next_draft,
+    p_tokens, p_counts, p_req_indices, p_draft, p_count, p_probs, p_draft_probs, stride_counts, stride_tokens, stride_draft, next_draft,
     stride_probs, numbers, DRAFTS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """p_draft_probs [seats, stride_probs] becomes p_probs [requests, numbers] where p_probs is not None: B numbers in a program (…, i)."""
     r, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    seat = tl.load(p_seats + r)
+    req_idx = tl.load(p_req_indices + r)
     if i == 0:
         count = tl.load(p_count + r)
         if DRAFTS > 0:
             o = tl.arange(0, triton.next_power_of_2(DRAFTS))
-            b_draft, length = tl.load(p_draft + r * stride_draft + o * next_draft, mask=o < DRAFTS, other=0), tl.load(p_counts + seat)
-            tl.store(p_tokens + seat * stride_tokens + length + o, b_draft, mask=o < DRAFTS)
-        tl.store(p_counts + 4 * stride_counts + seat, count)
+            b_draft, length = tl.load(p_draft + r * stride_draft + o * next_draft, mask=o < DRAFTS, other=0), tl.load(p_counts + req_idx)
+            tl.store(p_tokens + req_idx * stride_tokens + length + o, b_draft, mask=o < DRAFTS)
+        tl.store(p_counts + 4 * stride_counts + req_idx, count)
     if p_probs is not None:
         o = i * B + tl.arange(0, B)
-        tl.store(p_draft_probs + seat * stride_probs + o, tl.load(p_probs + r * numbers + o, mask=o < numbers, other=0.0), mask=o < numbers)
+        tl.store(
+            p_draft_probs + req_idx * stride_probs + o, tl.load(p_probs + r * numbers + o, mask=o < numbers, other=0.0), mask=o < numbers
+        )
 
 
-@triton.jit(do_not_specialize=["p_seats", "p_cu_q", "p_last", "p_samples", "p_accepted", "p_verdict"])
+@triton.jit(do_not_specialize=["p_req_indices", "p_cu_q", "p_last", "p_samples", "p_accepted", "p_verdict"])
 def advance_kernel(
-    p_tokens, p_counts, p_stops, p_done, p_seats, p_cu_q, p_last, p_samples, p_accepted, p_verdict, stride_counts, stride_tokens,
+    p_tokens, p_counts, p_stops, p_done, p_req_indices, p_cu_q, p_last, p_samples, p_accepted, p_verdict, stride_counts, stride_tokens,
     WIDTH: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
     """p_verdict [requests, WIDTH], p_stops [seats, STOPS]. The program's own writes come after all of its reads."""
     r = tl.program_id(0).to(tl.int64)
-    seat, samples = tl.load(p_seats + r), tl.load(p_samples + r)
-    length, computed = tl.load(p_counts + seat), tl.load(p_counts + stride_counts + seat)
-    limit, done = tl.load(p_counts + 3 * stride_counts + seat), tl.load(p_done + seat) != 0
+    req_idx, samples = tl.load(p_req_indices + r), tl.load(p_samples + r)
+    length, computed = tl.load(p_counts + req_idx), tl.load(p_counts + stride_counts + req_idx)
+    limit, done = tl.load(p_counts + 3 * stride_counts + req_idx), tl.load(p_done + req_idx) != 0
     accepted = tl.load(p_accepted + r) * samples
     rows = tl.load(p_last + r) - tl.load(p_cu_q + r) + 1
     o, o_stop = tl.arange(0, triton.next_power_of_2(WIDTH)), tl.arange(0, triton.next_power_of_2(STOPS))
     m = o < WIDTH
     b_token = tl.load(p_verdict + r * WIDTH + o, mask=m, other=0)
-    b_stop = tl.load(p_stops + seat * STOPS + o_stop, mask=o_stop < STOPS, other=0)
+    b_stop = tl.load(p_stops + req_idx * STOPS + o_stop, mask=o_stop < STOPS, other=0)
     b_stops = (b_token[:, None] == b_stop[None, :]) & (o < accepted + samples)[:, None] & (o_stop < STOPS)[None, :]
     has_stop = tl.max(tl.max(b_stops.to(tl.int32), 1), 0) > 0
     end = length + accepted + samples
     tl.debug_barrier()  # another thread of the program may still read what this one writes
-    tl.store(p_tokens + seat * stride_tokens + length + o, b_token, mask=m)
-    tl.store(p_counts + seat, end)
-    tl.store(p_counts + stride_counts + seat, computed + tl.where(done, 0, rows + accepted))
-    tl.store(p_done + seat, has_stop | done | (end >= limit))
+    tl.store(p_tokens + req_idx * stride_tokens + length + o, b_token, mask=m)
+    tl.store(p_counts + req_idx, end)
+    tl.store(p_counts + stride_counts + req_idx, computed + tl.where(done, 0, rows + accepted))
+    tl.store(p_done + req_idx, has_stop | done | (end >= limit))
 
 
-@triton.jit(do_not_specialize=["p_seats", "p_ids", "p_rows", "p_count", "p_accepted", "p_tokens", "p_parents", "p_path", "stride_parents"])
+@triton.jit(
+    do_not_specialize=["p_req_indices", "p_ids", "p_rows", "p_count", "p_accepted", "p_tokens", "p_parents", "p_path", "stride_parents"]
+)
 def result_kernel(
-    p_out, p_seats, p_ids, p_rows, p_sources, p_count, p_accepted, p_failed, p_tokens, p_parents, p_path, stride_sources, stride_parents,
-    DRAFTS: tl.constexpr, WIDTH: tl.constexpr,
+    p_out, p_req_indices, p_ids, p_rows, p_sources, p_count, p_accepted, p_failed, p_tokens, p_parents, p_path, stride_sources,
+    stride_parents, DRAFTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A program is a row of the table. p_parents and p_path are both None for chains."""
     r = tl.program_id(0).to(tl.int64)
@@ -153,10 +162,10 @@ def result_kernel(
     if DRAFTS > 0:
         o_draft = tl.arange(0, triton.next_power_of_2(DRAFTS))
         m_draft = o_draft < DRAFTS
-        seat, b_row = tl.load(p_seats + r), tl.load(p_rows + r * (DRAFTS + 1) + 1 + o_draft, mask=m_draft, other=0)
+        req_idx, b_row = tl.load(p_req_indices + r), tl.load(p_rows + r * (DRAFTS + 1) + 1 + o_draft, mask=m_draft, other=0)
         if p_parents is not None:
             b_parent = tl.load(p_parents + r * stride_parents + o_draft, mask=m_draft, other=0)
-        b_source = tl.load(p_sources + seat * stride_sources + o_draft, mask=m_draft, other=0)
+        b_source = tl.load(p_sources + req_idx * stride_sources + o_draft, mask=m_draft, other=0)
         b_draft = tl.load(p_ids + b_row, mask=m_draft, other=0)
 
     p_row = p_out + r * (3 + WIDTH + 2 * DRAFTS)
@@ -181,29 +190,29 @@ def row_stride(number: int) -> int:
 
 
 def place(
-    seats: Seats, seat_ids: Tensor, row_span: Tensor, offset: Tensor, cu_q: Tensor, drafts: Tensor, samples: Tensor, *,
+    seats: RequestTable, req_indices: Tensor, row_span: Tensor, offset: Tensor, query_start_loc: Tensor, drafts: Tensor, samples: Tensor, *,
     start: Tensor | None = None,
-) -> Placed:  # fmt: skip
+) -> PlacedRows:  # fmt: skip
     """See reference.place; all are contiguous int64."""
-    rows, requests = row_span.shape[0], seat_ids.shape[0]
-    out = torch.empty(4 * row_stride(rows) + 3 * row_stride(requests), dtype=torch.int64, device=seat_ids.device)
+    rows, requests = row_span.shape[0], req_indices.shape[0]
+    out = torch.empty(4 * row_stride(rows) + 3 * row_stride(requests), dtype=torch.int64, device=req_indices.device)
     if requests:
         place_kernel[(triton.cdiv(max(rows, requests), B),)](
-            out, seats.tokens, seats.counts, seats.done, seats.page_table, seat_ids, row_span, offset, cu_q, drafts, samples, start,
-            rows, requests, seats.counts.stride(0), seats.tokens.stride(0), seats.page_table.stride(0),
+            out, seats.tokens, seats.counts, seats.done, seats.block_table, req_indices, row_span, offset, query_start_loc, drafts, samples,
+            start, rows, requests, seats.counts.stride(0), seats.tokens.stride(0), seats.block_table.stride(0),
             PAGE=seats.page_size, B=B, num_warps=1,
         )  # fmt: skip
     of_rows, of_requests = out.split([4 * row_stride(rows), 3 * row_stride(requests)])
-    return Placed(*of_rows.view(4, -1)[:, :rows].unbind(), *of_requests.view(3, -1)[:, :requests].unbind())
+    return PlacedRows(*of_rows.view(4, -1)[:, :rows].unbind(), *of_requests.view(3, -1)[:, :requests].unbind())
 
 
-def following(seats: Seats, row_seats: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def following(seats: RequestTable, token_req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See reference.following; both are contiguous int64."""
     rows = index.shape[0]
     out = torch.empty(3, row_stride(rows), dtype=torch.int64, device=index.device)
     if rows:
         following_kernel[(triton.cdiv(rows, B),)](
-            out, seats.tokens, seats.page_table, row_seats, index, rows, seats.tokens.stride(0), seats.page_table.stride(0),
+            out, seats.tokens, seats.block_table, token_req_indices, index, rows, seats.tokens.stride(0), seats.block_table.stride(0),
             PAGE=seats.page_size, B=B, num_warps=1,
         )  # fmt: skip
     ids, after, slots = out[:, :rows].unbind()
@@ -211,21 +220,21 @@ def following(seats: Seats, row_seats: Tensor, index: Tensor) -> tuple[Tensor, T
 
 
 def draft_positions(
-    length: Tensor, page_table: Tensor, seat_ids: Tensor, lookback: int, steps: int, page_size: int
+    length: Tensor, block_table: Tensor, req_indices: Tensor, lookback: int, steps: int, page_size: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See reference.draft_positions; length and seat_ids are contiguous, page_table has contiguous rows."""
-    assert steps > 0 and lookback >= 0 and page_table.stride(1) == 1, (steps, lookback, page_table.stride())
-    requests = seat_ids.shape[0]
+    assert steps > 0 and lookback >= 0 and block_table.stride(1) == 1, (steps, lookback, block_table.stride())
+    requests = req_indices.shape[0]
     out = torch.empty(lookback + 2 * steps - 1, row_stride(requests), dtype=torch.int64, device=length.device)
     if requests:
         draft_positions_kernel[(lookback + steps, triton.cdiv(requests, B))](
-            out, length, page_table, seat_ids, requests, lookback, steps, page_table.stride(0), PAGE=page_size, B=B, num_warps=1
+            out, length, block_table, req_indices, requests, lookback, steps, block_table.stride(0), PAGE=page_size, B=B, num_warps=1
         )
     positions, slots = out[:, :requests].split([lookback + steps, steps - 1])
     return positions, slots
 
 
-def hold(seats: Seats, seat_ids: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
+def hold(seats: RequestTable, req_indices: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
     """See reference.hold; seat_ids and count are contiguous int64, and `drawn` is contiguous float32."""
     (requests, drafts), (probs, seat_probs), numbers, stride = tokens.shape, drawn or (None, None), 0, 0
     if probs is not None and seat_probs is not None:
@@ -237,24 +246,26 @@ def hold(seats: Seats, seat_ids: Tensor, tokens: Tensor, count: Tensor, drawn: t
         numbers, stride = probs.shape[1] * probs.shape[2], seat_probs.stride(0)
     if requests:
         hold_kernel[(requests, max(1, triton.cdiv(numbers, NUMBERS)))](
-            seats.tokens, seats.counts, seat_ids, tokens, count, probs, seat_probs, seats.counts.stride(0), seats.tokens.stride(0),
+            seats.tokens, seats.counts, req_indices, tokens, count, probs, seat_probs, seats.counts.stride(0), seats.tokens.stride(0),
             *tokens.stride(), stride, numbers, DRAFTS=drafts, B=NUMBERS, num_warps=1 if probs is None else 8,
         )  # fmt: skip
 
 
-def advance(seats: Seats, seat_ids: Tensor, cu_q: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor) -> None:
+def advance(
+    seats: RequestTable, req_indices: Tensor, query_start_loc: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor
+) -> None:
     """See reference.advance; all are contiguous int64, but for the tokens."""
     requests, width = tokens.shape
     if requests:
         advance_kernel[(requests,)](
-            seats.tokens, seats.counts, seats.stops, seats.done, seat_ids, cu_q, last_row, samples, accepted, tokens.contiguous(),
-            seats.counts.stride(0), seats.tokens.stride(0), WIDTH=width, STOPS=seats.stops.shape[1], num_warps=1,
+            seats.tokens, seats.counts, seats.stops, seats.done, req_indices, query_start_loc, last_row, samples, accepted,
+            tokens.contiguous(), seats.counts.stride(0), seats.tokens.stride(0), WIDTH=width, STOPS=seats.stops.shape[1], num_warps=1,
         )  # fmt: skip
 
 
 def result_table(
-    seat_ids: Tensor, ids: Tensor, sample_rows: Tensor, draft_sources: Tensor, draft_count: Tensor, accepted: Tensor, failed: Tensor,
-    tokens: Tensor, parents: Tensor | None = None, path: Tensor | None = None,
+    req_indices: Tensor, ids: Tensor, sample_rows: Tensor, draft_sources: Tensor, num_draft_tokens: Tensor, accepted: Tensor,
+    failed: Tensor, tokens: Tensor, parents: Tensor | None = None, path: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See reference.result_table; all are contiguous, but for the tokens and the rows of `parents`."""
     requests, width = tokens.shape
@@ -263,7 +274,7 @@ def result_table(
     out = torch.empty(requests, 3 + width * (1 + trees) + drafts * (2 + trees), dtype=torch.int64, device=ids.device)
     if requests:
         result_kernel[(requests,)](
-            out, seat_ids, ids, sample_rows, draft_sources, draft_count, accepted, failed, tokens.contiguous(), parents, path,
+            out, req_indices, ids, sample_rows, draft_sources, num_draft_tokens, accepted, failed, tokens.contiguous(), parents, path,
             draft_sources.stride(0), 0 if parents is None else parents.stride(0), DRAFTS=drafts, WIDTH=width, num_warps=1,
         )  # fmt: skip
     return out

@@ -38,14 +38,14 @@ def _at(b_values, o, node):
     return tl.sum(tl.where(o == node, b_values, 0))
 
 
-@triton.jit(do_not_specialize=["p_drafts", "p_rows", "p_count", "p_parents", "p_seats", "stride_parents"])
+@triton.jit(do_not_specialize=["p_drafts", "p_rows", "p_count", "p_parents", "p_req_indices", "stride_parents"])
 def walk_kernel(
-    p_drafts, p_rows, p_count, p_parents, p_seats, p_temperature, p_coupled, p_keys, p_winners, p_coins,
+    p_drafts, p_rows, p_count, p_parents, p_req_indices, p_temperature, p_coupled, p_keys, p_winners, p_coins,
     p_tokens, p_accepted, p_path, p_failed, stride_parents, NODES: tl.constexpr, DEPTH: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """p_parents is None for chains, p_winners where all are greedy, p_coins where no drafts were drawn."""
     r = tl.program_id(0).to(tl.int64)
-    seat = tl.load(p_seats + r)
+    req_idx = tl.load(p_req_indices + r)
     o, o_chunk = tl.arange(0, triton.next_power_of_2(NODES)), tl.arange(0, triton.next_power_of_2(CHUNKS))
     count = tl.minimum(tl.load(p_count + r), NODES - 1)
     m, m_node, m_key = o < count, o < NODES, (o < NODES)[:, None] & (o_chunk < CHUNKS)[None, :]
@@ -61,11 +61,11 @@ def walk_kernel(
     b_fine, b_choice = is_finite(b_key).to(tl.int32), place_of(b_key)
     b_coin, b_rest, has_q = tl.zeros_like(b_fine), b_choice, tl.full([], 0, tl.int32)
     if p_winners is not None:
-        if tl.load(p_temperature + seat) > 0:
+        if tl.load(p_temperature + req_idx) > 0:
             p_part = p_winners + r * NODES * PARTS * CHUNKS
             _, b_choice = _race_winner(p_part, o, o_chunk, m_key, CHUNKS)
             if p_coins is not None:
-                has_q = tl.where(tl.load(p_coupled + seat) == 0, 1, 0)
+                has_q = tl.where(tl.load(p_coupled + req_idx) == 0, 1, 0)
                 b_coin = tl.load(p_coins + r * NODES + o, mask=m_node, other=0)
                 b_best, b_rest = _race_winner(p_part + 2 * CHUNKS, o, o_chunk, m_key, CHUNKS)
                 # p = q up to rounding leaves nothing over; then the rejection was rounding too, and p itself is the law.
@@ -95,7 +95,7 @@ def walk_kernel(
 
 
 def accept(
-    logits: Tensor, drafts: Tensor, draft_count: Tensor, parents: Tensor | None, depths: Tensor | None, seats: Tensor, length: Tensor,
+    logits: Tensor, drafts: Tensor, num_draft_tokens: Tensor, parents: Tensor | None, depths: Tensor | None, seats: Tensor, length: Tensor,
     temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, coupled: Tensor, draft_probs: Tensor | None,
     depth: int, *, sample_rows: Tensor | None = None, all_greedy: bool = False, any_top_k: bool = True, any_top_p: bool = True,
     any_min_p: bool = True,
@@ -123,8 +123,8 @@ def accept(
         winners, coins = race(logits, drafts, sample_rows, depths, seats, length, temperature, cuts, seed, coupled, q, parts)
     warps = min(8, max(1, triton.next_power_of_2(nodes) * triton.next_power_of_2(parts.number) // KEYS_PER_WARP))
     walk_kernel[(requests,)](
-        drafts, sample_rows, draft_count, parents, seats, temperature, coupled, parts.keys, winners, coins, tokens, accepted, path, failed,
-        0 if parents is None else parents.stride(0), NODES=nodes, DEPTH=depth, CHUNKS=parts.number, num_warps=warps,
+        drafts, sample_rows, num_draft_tokens, parents, seats, temperature, coupled, parts.keys, winners, coins, tokens, accepted, path,
+        failed, 0 if parents is None else parents.stride(0), NODES=nodes, DEPTH=depth, CHUNKS=parts.number, num_warps=warps,
     )  # fmt: skip
     return tokens, accepted, path, failed
 

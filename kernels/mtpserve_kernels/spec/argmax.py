@@ -98,9 +98,9 @@ def _bound(b_x, largest, CANDIDATES: tl.constexpr):
     return high
 
 
-@triton.jit(do_not_specialize=["p_seats"])
+@triton.jit(do_not_specialize=["p_req_indices"])
 def argmax_kernel(
-    p_logits, p_keys, p_masses, p_candidates, p_bounds, p_seats, p_temperature, p_arrivals, p_places, stride, NODES: tl.constexpr,
+    p_logits, p_keys, p_masses, p_candidates, p_bounds, p_req_indices, p_temperature, p_arrivals, p_places, stride, NODES: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Program i has chunk i % CHUNKS of row i // CHUNKS. Where the row's request, one of NODES rows, has a temperature: p_masses, the sum
@@ -120,7 +120,7 @@ def argmax_kernel(
     key = (order.to(tl.int64) << 32) | (place ^ LAST_PLACE).to(tl.int64)
     tl.store(p_keys + i, key)
     if p_masses is not None:
-        temperature = tl.load(p_temperature + tl.load(p_seats + i_row // NODES))
+        temperature = tl.load(p_temperature + tl.load(p_req_indices + i_row // NODES))
         if temperature > 0:
             inverse = 1.0 / temperature
             b_weight = tl.where(b_x > float("-inf"), tl.exp((b_x - top) * inverse), 0.0)

@@ -35,17 +35,17 @@ def _fastest(p_part, CHUNKS: tl.constexpr):
     return tl.min(tl.where(b_speed == tl.max(b_speed), b_token, 0x7FFFFFFF))
 
 
-@triton.jit(do_not_specialize=["p_seats", "p_index"])
+@triton.jit(do_not_specialize=["p_req_indices", "p_index"])
 def draw_kernel(
-    p_logits, p_seats, p_index, p_temperature, p_seed, p_coupled, p_keys, p_masses, p_cuts, p_totals, p_q, p_winners, p_arrivals, p_tokens,
-    stride_q, V: tl.constexpr, BV: tl.constexpr, CHUNKS: tl.constexpr,
+    p_logits, p_req_indices, p_index, p_temperature, p_seed, p_coupled, p_keys, p_masses, p_cuts, p_totals, p_q, p_winners, p_arrivals,
+    p_tokens, stride_q, V: tl.constexpr, BV: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """p_winners [T, 2, CHUNKS]. p_coupled is None where all are coupled, p_q where nobody asks, p_cuts and p_totals where no request has a
     cut."""
     i = tl.program_id(0)
     i_row, chunk = (i // CHUNKS).to(tl.int64), i % CHUNKS
-    seat, key = tl.load(p_seats + i_row), largest_key(p_keys, i_row, CHUNKS)
-    temperature, o, p_part = tl.load(p_temperature + seat), chunk * BV + tl.arange(0, BV), p_winners + i_row * 2 * CHUNKS + chunk
+    req_idx, key = tl.load(p_req_indices + i_row), largest_key(p_keys, i_row, CHUNKS)
+    temperature, o, p_part = tl.load(p_temperature + req_idx), chunk * BV + tl.arange(0, BV), p_winners + i_row * 2 * CHUNKS + chunk
     p_law, is_sampled = p_q, is_finite(key) & (temperature > 0)
     if p_q is not None:
         p_law += i_row * stride_q
@@ -54,9 +54,9 @@ def draw_kernel(
         cut, mass = cut_and_mass(p_cuts, p_totals, p_keys, p_masses, i_row, top, inverse, CHUNKS)
         stream = tl.full([], DRAW, tl.int64)
         if p_coupled is not None:
-            stream = tl.where(tl.load(p_coupled + seat) != 0, DRAW, DRAFT).to(tl.int64)
+            stream = tl.where(tl.load(p_coupled + req_idx) != 0, DRAW, DRAFT).to(tl.int64)
         if ordered((number_of(tl.load(p_keys + i)) - top) * inverse) >= cut:
-            base = random_key(tl.load(p_seed + seat), tl.load(p_index + i_row), stream)
+            base = random_key(tl.load(p_seed + req_idx), tl.load(p_index + i_row), stream)
             b_p = probabilities(p_row, o, top, inverse, cut, mass, V)
             if p_q is not None:
                 tl.store(p_law + o, b_p, mask=o < V)

@@ -129,16 +129,16 @@ def _mass_above(
     return mass
 
 
-@triton.jit(do_not_specialize=["p_seats"])
+@triton.jit(do_not_specialize=["p_req_indices"])
 def cut_kernel(
-    p_logits, p_keys, p_masses, p_candidates, p_bounds, p_seats, p_temperature, p_top_k, p_top_p, p_min_p, p_cuts, p_totals,
+    p_logits, p_keys, p_masses, p_candidates, p_bounds, p_req_indices, p_temperature, p_top_k, p_top_p, p_min_p, p_cuts, p_totals,
     NODES: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CHUNKS: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A row's cut, as an ordered int, and the mass at or above it; of a greedy row neither is written. N candidates of a row. A cut's
     parameter is None where no request uses it."""
     i_row = tl.program_id(0)
-    seat = tl.load(p_seats + i_row // NODES)
-    temperature = tl.load(p_temperature + seat)
+    req_idx = tl.load(p_req_indices + i_row // NODES)
+    temperature = tl.load(p_temperature + req_idx)
     key = largest_key(p_keys, i_row, CHUNKS)
     if is_finite(key) & (temperature > 0):
         p_row, p_some = p_logits + i_row.to(tl.int64) * V, p_candidates + i_row.to(tl.int64) * N
@@ -148,18 +148,18 @@ def cut_kernel(
         bound = ordered((tl.max(b_bound) - top) * inverse)
         mass = _row_mass(p_keys, p_masses, i_row, top, inverse, CHUNKS)
         if p_top_k is not None:
-            top_k = tl.load(p_top_k + seat)
+            top_k = tl.load(p_top_k + req_idx)
             if (top_k > 0) & (top_k < V):
                 cut = _cut_of_row(p_some, p_row, bound, top, inverse, cut, top_k.to(tl.float32), False, N, BN, V, BV)
         if p_top_p is not None:
-            top_p = tl.load(p_top_p + seat)
+            top_p = tl.load(p_top_p + req_idx)
             if top_p < 1:
                 above = mass
                 if cut > NO_CUT:
                     above = _mass_above(p_some, p_row, bound, top, inverse, cut, N, BN, V, BV)
                 cut = _cut_of_row(p_some, p_row, bound, top, inverse, cut, top_p * above, True, N, BN, V, BV)
         if p_min_p is not None:
-            min_p = tl.load(p_min_p + seat)
+            min_p = tl.load(p_min_p + req_idx)
             if min_p > 0:
                 cut = tl.maximum(cut, ordered(tl.log(min_p)))
         if cut > NO_CUT:
@@ -199,29 +199,30 @@ def store_winner(b_weight, b_noise, o, p_part, CHUNKS: tl.constexpr):
     tl.store(p_part + CHUNKS, tl.min(tl.where(b_speed == best, o, 0x7FFFFFFF)).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["p_drafts", "p_rows", "p_depths", "p_seats", "stride_depths"])
+@triton.jit(do_not_specialize=["p_drafts", "p_rows", "p_depths", "p_req_indices", "stride_depths"])
 def race_kernel(
-    p_logits, p_drafts, p_rows, p_depths, p_seats, p_length, p_temperature, p_seed, p_coupled, p_q, p_keys, p_masses, p_cuts, p_totals,
-    p_winners, p_coins, stride_depths, stride_q, last_q, NODES: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CHUNKS: tl.constexpr,
+    p_logits, p_drafts, p_rows, p_depths, p_req_indices, p_length, p_temperature, p_seed, p_coupled, p_q, p_keys, p_masses, p_cuts,
+    p_totals, p_winners, p_coins, stride_depths, stride_q, last_q, NODES: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """p_winners [T, PARTS, CHUNKS], of which a greedy row has none. p_coins [T]: whether the draft after a row's node is accepted, where
     drafts were drawn. p_depths is None for chains, p_q where no drafts were drawn, p_cuts and p_totals where no request has a cut."""
     i = tl.program_id(0)
     i_row, chunk = i // CHUNKS, i % CHUNKS
     r, node = i_row // NODES, i_row % NODES
-    seat = tl.load(p_seats + r)
-    temperature, key = tl.load(p_temperature + seat), largest_key(p_keys, i_row, CHUNKS)
+    req_idx = tl.load(p_req_indices + r)
+    temperature, key = tl.load(p_temperature + req_idx), largest_key(p_keys, i_row, CHUNKS)
     if is_finite(key) & (temperature > 0):
         p_row, top, inverse = p_logits + i_row.to(tl.int64) * V, number_of(key), 1.0 / temperature
         cut, mass = cut_and_mass(p_cuts, p_totals, p_keys, p_masses, i_row, top, inverse, CHUNKS)
         at = node.to(tl.int64)
         if p_depths is not None:
             at = tl.load(p_depths + r * stride_depths + node)
-        seed, index = tl.load(p_seed + seat), tl.load(p_length + seat) + at
+        seed, index = tl.load(p_seed + req_idx), tl.load(p_length + req_idx) + at
         p_part = p_winners + i_row.to(tl.int64) * PARTS * CHUNKS + chunk
         if p_q is not None:
-            has_q = (tl.load(p_coupled + seat) == 0) & (node < last_q)
-            p_node_q = p_q + seat * stride_q + node * V
+            has_q = (tl.load(p_coupled + req_idx) == 0) & (node < last_q)
+            p_node_q = p_q + req_idx * stride_q + node * V
             if has_q:
                 # After the request's own drafts there may be anything.
                 draft = tl.minimum(tl.maximum(_draft(p_drafts, p_rows, r, node, NODES), 0), V - 1)

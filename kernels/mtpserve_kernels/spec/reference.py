@@ -38,7 +38,7 @@ def race(weights: Tensor, key: Tensor) -> int:
 
 
 def accept(
-    logits: Tensor, drafts: Tensor, draft_count: Tensor, parents: Tensor | None, depths: Tensor | None, seats: Tensor, length: Tensor,
+    logits: Tensor, drafts: Tensor, num_draft_tokens: Tensor, parents: Tensor | None, depths: Tensor | None, seats: Tensor, length: Tensor,
     temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, coupled: Tensor, draft_probs: Tensor | None,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -46,10 +46,10 @@ def accept(
     requests, nodes, _ = logits.shape
     tokens = torch.zeros(requests, depth + 1, dtype=torch.int64, device=logits.device)
     path = torch.zeros_like(tokens)
-    accepted, failed = torch.zeros_like(draft_count), torch.zeros(requests, dtype=torch.bool, device=logits.device)
-    for r, seat in enumerate(seats.tolist()):
-        warm = float(temperature[seat]) > 0
-        drawn = warm and not bool(coupled[seat]) and draft_probs is not None
+    accepted, failed = torch.zeros_like(num_draft_tokens), torch.zeros(requests, dtype=torch.bool, device=logits.device)
+    for r, req_idx in enumerate(seats.tolist()):
+        warm = float(temperature[req_idx]) > 0
+        drawn = warm and not bool(coupled[req_idx]) and draft_probs is not None
         node, at = 0, 0
         while True:
             row = logits[r, node]
@@ -58,21 +58,21 @@ def accept(
             if not finite:
                 failed[r] = True
                 break
-            index = length[seat] + at
-            p = law(row, float(temperature[seat]), int(top_k[seat]), float(top_p[seat]), float(min_p[seat])) if warm else None
-            chosen = int(row.argmax()) if p is None else race(p, keyed(seed[seat], index, DRAW))
-            count = min(int(draft_count[r]), nodes - 1)
+            index = length[req_idx] + at
+            p = law(row, float(temperature[req_idx]), int(top_k[req_idx]), float(top_p[req_idx]), float(min_p[req_idx])) if warm else None
+            chosen = int(row.argmax()) if p is None else race(p, keyed(seed[req_idx], index, DRAW))
+            count = min(int(num_draft_tokens[r]), nodes - 1)
             children = [c for c in range(count) if (c if parents is None else int(parents[r, c])) == node]
             kept = [c for c in children if int(drafts[r, c]) == chosen]
             if drawn and p is not None and draft_probs is not None:
                 kept = []
                 if children and at < depth:
-                    draft, q = int(drafts[r, node]), draft_probs[seat, node]
-                    if unit(finalise(keyed(seed[seat], index, COIN))) * q[draft].double() < p[draft].double():
+                    draft, q = int(drafts[r, node]), draft_probs[req_idx, node]
+                    if unit(finalise(keyed(seed[req_idx], index, COIN))) * q[draft].double() < p[draft].double():
                         kept, chosen = [node], draft
                     else:
                         rest = (p - q).clamp(min=0)
-                        chosen = race(rest if rest.sum() > 0 else p, keyed(seed[seat], index, DRAW))
+                        chosen = race(rest if rest.sum() > 0 else p, keyed(seed[req_idx], index, DRAW))
             tokens[r, at] = chosen
             if not kept or at == depth:
                 break
@@ -88,14 +88,14 @@ def draw(
 ) -> Tensor:  # fmt: skip
     """See draw.draw."""
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    for r, seat in enumerate(seats.tolist()):
+    for r, req_idx in enumerate(seats.tolist()):
         row = logits[r]
         p = torch.zeros_like(row).index_fill_(0, row.argmax(), 1.0)
         tokens[r] = row.argmax()
-        if float(temperature[seat]) > 0 and bool(row.max().isfinite()):
-            p = law(row, float(temperature[seat]), int(top_k[seat]), float(top_p[seat]), float(min_p[seat]))
-            stream = DRAW if coupled is None or bool(coupled[seat]) else DRAFT
-            tokens[r] = race(p, keyed(seed[seat], index[r], stream))
+        if float(temperature[req_idx]) > 0 and bool(row.max().isfinite()):
+            p = law(row, float(temperature[req_idx]), int(top_k[req_idx]), float(top_p[req_idx]), float(min_p[req_idx]))
+            stream = DRAW if coupled is None or bool(coupled[req_idx]) else DRAFT
+            tokens[r] = race(p, keyed(seed[req_idx], index[r], stream))
         if q is not None:
             q[r] = p
     return tokens

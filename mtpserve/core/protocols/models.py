@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
 from mtpserve.core.arch.model import Features, LayerKind, ModelArch
-from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
+from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.protocols.attention import Context
 
@@ -43,16 +43,16 @@ class DraftModel(Protocol):
     lag: int
     at_once: bool  # one pass gives all drafts (Medusa's heads, DFlash's block), and `step` needs no contexts
     mask: int | None  # of a block: the token that stands for each draft in that pass, whose rows see each other; None: there is none
-    features: Features  # what `absorb` is fed with
+    features: Features  # what `extend` is fed with
     layers: tuple[LayerKind, ...]  # its own, stored in the same pages after the trunk's
     tokens: Tensor | None  # [n] ascending, for which its `logits` are; None: the whole vocabulary
 
-    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Seq[Context]) -> Hidden:
+    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Seq[Context]) -> Hidden:
         """Rows [T] of what is committed, features [T, Features.width] of the trunk."""
         ...
 
-    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Seq[Context]) -> None:
-        """As `absorb`, for what later rows need of these: their keys and values."""
+    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Seq[Context]) -> None:
+        """As `extend`, for what later rows need of these: their keys and values."""
         ...
 
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Seq[Context]) -> Hidden:
@@ -66,7 +66,7 @@ class DraftModel(Protocol):
 
 
 class BlockModel(DraftModel, Protocol):
-    """With `mask`: of what is committed it has keys and values alone, by `fill`."""
+    """With `mask`: of what is committed it has keys and values alone, by `store_kv`."""
 
     causal: tuple[bool, ...]  # of each layer: a block's rows see only those before them, and not all of them
 
@@ -81,7 +81,7 @@ class ChainedModules(DraftModel, Protocol):
         """features [T, hidden]: the trunk's for module 0, for others those that the module before gave for the row before each."""
         ...
 
-    def fill_last(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: Seq[Context]) -> None:
+    def store_last_kv(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: Seq[Context]) -> None:
         """As `module`, for what later rows need of the last one's: nobody gets its output."""
         ...
 
@@ -115,11 +115,11 @@ class Drafter(Protocol):
         """Of its draft model; None: it has none."""
         ...
 
-    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
-        """Called after the seats were advanced by the verdict and the surviving rows moved together. `want` speaks of the spans in
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
+        """Called after the seats were advanced by the verdict and the surviving rows moved together. `draft_targets` speaks of the spans in
         `batch.draft_spans`. None when no request wants any."""
         ...
 
-    def catch_up(self, batch: Batch) -> None:
+    def store_deferred_kv(self, batch: Batch) -> None:
         """Absorb rows whose step has deferred that. Each span has the last rows of its request that were computed."""
         ...

@@ -14,11 +14,11 @@ from time import perf_counter
 from typing import NamedTuple
 
 from mtpserve.core.protocols.runner import StepEnd
-from mtpserve.engine.steps import Planned
+from mtpserve.engine.steps import ScheduledStep
 
 
 class Unread(NamedTuple):
-    planned: Planned
+    planned: ScheduledStep
     own: float  # seconds from planning it to its result: it took no longer
     ended: StepEnd
     before: StepEnd | None  # the end of the step before it
@@ -32,7 +32,7 @@ class StepClock:
     def idle(self) -> None:
         self._booked = 0.0
 
-    def booked(self, planned: Planned, began: float, ended: StepEnd | None) -> tuple[Planned, float] | None:
+    def booked(self, planned: ScheduledStep, began: float, ended: StepEnd | None) -> tuple[ScheduledStep, float] | None:
         """A step whose planning began at `began` has been read. → the last step of which it is known, and its seconds: this one, or with a
         device's clock the one before it, whose end is certainly over."""
         last, self._booked = self._booked or began, perf_counter()

@@ -28,12 +28,12 @@ from typing import NamedTuple
 
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.request import DepthState, EngineStats, SpecChange, SpecReport, StepCosts
-from mtpserve.core.sequence import Sequence
+from mtpserve.core.request_state import RequestState
 from mtpserve.engine.depth.ranking import Ranking
 from mtpserve.engine.depth.step_shapes import StepShapes
 from mtpserve.engine.depth.step_times import StepTimes, StepWork
 from mtpserve.engine.depth.survival import Survival, part_of
-from mtpserve.engine.steps import Outcome, Planned
+from mtpserve.engine.steps import RequestOutput, ScheduledStep
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +74,10 @@ class DepthChoice(NamedTuple):
     value: float  # of them per second
 
 
-def kinds_of(seqs: Iterable[Sequence]) -> dict[Kind, list[int]]:
+def kinds_of(reqs: Iterable[RequestState]) -> dict[Kind, list[int]]:
     kinds = dict[Kind, list[int]]()
-    for i, seq in enumerate(seqs):
-        kinds.setdefault((round(seq.factor * STEPS), seq.depth), []).append(i)
+    for i, req in enumerate(reqs):
+        kinds.setdefault((round(req.acceptance_factor * STEPS), req.max_depth), []).append(i)
     return kinds
 
 
@@ -87,7 +87,7 @@ class DepthPolicy:
     def __init__(self, sizes: DraftSizes, deepest: int, captured: Seq[int] = (), apart: bool = False) -> None:
         self.shapes = StepShapes(sizes, captured)
         self.sizes, self.configured, self.deepest, self.adaptive = sizes, deepest, deepest, True
-        self.times, self.survival = StepTimes(apart), Survival(sizes.proposed, sizes.trees)
+        self.times, self.survival = StepTimes(apart), Survival(sizes.num_proposed, sizes.trees)
         self.depth, self.value, self._tokens = deepest, 0.0, 1.0  # of the last choice
         self.changes = self.trials = 0
         self.forced: int | None = None  # while step times are measured at start
@@ -108,16 +108,16 @@ class DepthPolicy:
 
     # ------------------------------------------------------------------------------------------------- choice
 
-    def choose(self, seqs: Seq[Sequence]) -> int:
+    def choose(self, reqs: Seq[RequestState]) -> int:
         """The depth of the next step's drafts; each request is told how many it may have."""
         if self.forced is not None or not self.adaptive:
-            for seq in seqs:
-                seq.most = None
+            for req in reqs:
+                req.max_draft_tokens = None
             if self.forced is not None:
                 return self.forced
             self.depth = self.deepest
             return self.depth
-        if not seqs:  # the first ones are about to be admitted
+        if not reqs:  # the first ones are about to be admitted
             return min(self.depth, self.deepest)
         self._steps += 1
         if self._held > 0:
@@ -125,19 +125,19 @@ class DepthPolicy:
             return self._trial
         self._age, self._rest = self._age + 1, self._rest - 1
         if self._age < self._every:
-            if self._count != len(seqs):
-                self._take(seqs, self._best(self.shapes.work(seqs, 0, 0), kinds_of(seqs), self.depth))
+            if self._count != len(reqs):
+                self._take(reqs, self._best(self.shapes.work(reqs, 0, 0), kinds_of(reqs), self.depth))
             return self.depth
-        for seq in seqs:
-            if not seq.most:
-                seq.factor = self.survival.unseen(seq.factor)
-        work, kinds = self.shapes.work(seqs, 0, 0), kinds_of(seqs)
+        for req in reqs:
+            if not req.max_draft_tokens:
+                req.acceptance_factor = self.survival.unseen(req.acceptance_factor)
+        work, kinds = self.shapes.work(reqs, 0, 0), kinds_of(reqs)
         choices = {depth: self._best(work, kinds, depth) for depth in {*self.depths, min(self.depth, self.deepest)}}
-        self._decide(seqs, choices)
-        tried = self._tried(seqs, {depth: choice.value for depth, choice in choices.items()})
+        self._decide(reqs, choices)
+        tried = self._tried(reqs, {depth: choice.value for depth, choice in choices.items()})
         return self.depth if tried is None else tried
 
-    def _decide(self, seqs: Seq[Sequence], choices: Mapping[int, DepthChoice]) -> None:
+    def _decide(self, reqs: Seq[RequestState], choices: Mapping[int, DepthChoice]) -> None:
         best = max((choices[depth] for depth in self.depths), key=lambda choice: choice.value)
         kept = choices[min(self.depth, self.deepest)]
         if best.value <= kept.value * (1 + GAIN * (best.depth > self.depth)):
@@ -147,13 +147,13 @@ class DepthPolicy:
         else:
             self.changes, self._settled = self.changes + 1, self._steps
         self._age = 0
-        self._take(seqs, best)
-        self._every = max(OFTEN, round(PAUSE / (self._usual(seqs) or PAUSE)))
+        self._take(reqs, best)
+        self._every = max(OFTEN, round(PAUSE / (self._usual(reqs) or PAUSE)))
 
-    def _take(self, seqs: Seq[Sequence], choice: DepthChoice) -> None:
-        self.depth, self.value, self._tokens, self._count = choice.depth, choice.value, choice.tokens, len(seqs)
-        for seq, most in zip(seqs, choice.most, strict=True):
-            seq.most = most
+    def _take(self, reqs: Seq[RequestState], choice: DepthChoice) -> None:
+        self.depth, self.value, self._tokens, self._count = choice.depth, choice.value, choice.tokens, len(reqs)
+        for req, most in zip(reqs, choice.most, strict=True):
+            req.max_draft_tokens = most
 
     @property
     def depths(self) -> Seq[int]:
@@ -185,30 +185,30 @@ class DepthPolicy:
 
     # ------------------------------------------------------------------------------------------------- trials
 
-    def _tried(self, seqs: Seq[Sequence], values: Mapping[int, float]) -> int | None:
+    def _tried(self, reqs: Seq[RequestState], values: Mapping[int, float]) -> int | None:
         """The depth of a trial, where one is due: for what steps take and for what is accepted, in turn. Where one costs too much, the
         other may come sooner, or a single step. `values`: tokens per second by depth."""
         if self._rest > 0:
             return None
-        oldest, deeper = self._oldest(seqs, values), self._deeper(seqs, values)
+        oldest, deeper = self._oldest(reqs, values), self._deeper(reqs, values)
         single = deeper and (deeper[0], 1)
         candidates = [found for found in ((oldest, deeper, single) if self._timing else (deeper, oldest, single)) if found is not None]
         for number, (depth, steps) in enumerate(candidates):
-            if self._tries(seqs, depth, steps, values[depth], RESERVED if number else 1):
+            if self._tries(reqs, depth, steps, values[depth], RESERVED if number else 1):
                 self._rest = SELDOM if number else EVERY
                 self._timing ^= number == 0
                 return depth
         return None
 
-    def _tries(self, seqs: Seq[Sequence], depth: int, steps: int, value: float, reserve: int) -> bool:
+    def _tries(self, reqs: Seq[RequestState], depth: int, steps: int, value: float, reserve: int) -> bool:
         """A trial begins, if `reserve` such trials can be afforded, or if one can and no more is saved."""
         if steps > 1 and not self._measurable:
             return False
         # Steps of fewer rows would not tell what this depth's own ones take.
-        tried = seqs if depth < self.depth or steps > 1 else sorted(seqs, key=lambda seq: seq.tried)[:TRIED]
-        gained = sum(self._expected(seq, self.shapes.drafts(depth)) - self._expected(seq, seq.most or 0) for seq in tried)
-        self._drafts, self._gain = sum(seq.most or 0 for seq in seqs), gained / max(self.value, 1e-9)
-        cost = self._cost(seqs, depth, tried, value)
+        tried = reqs if depth < self.depth or steps > 1 else sorted(reqs, key=lambda req: req.last_probe)[:TRIED]
+        gained = sum(self._expected(req, self.shapes.drafts(depth)) - self._expected(req, req.max_draft_tokens or 0) for req in tried)
+        self._drafts, self._gain = sum(req.max_draft_tokens or 0 for req in reqs), gained / max(self.value, 1e-9)
+        cost = self._cost(reqs, depth, tried, value)
         # A captured step has the rows of drafts that were not made yet, and makes drafts that nobody will verify.
         first = cost + self._gain if self.shapes.captured and depth > self.depth else 0.0
         whole = steps * cost + first + CHANGE
@@ -219,60 +219,60 @@ class DepthPolicy:
         self._saved -= CHANGE + (max(cost + first, 0.0) if steps == 1 else 0.0)
         self.trials += 1
         if depth > self.depth:
-            self._trying = {seq.id: self._expected(seq, self.shapes.drafts(depth)) for seq in tried}
-        for seq in tried:
-            seq.most, seq.tried = self.shapes.drafts(depth), self.trials
+            self._trying = {req.id: self._expected(req, self.shapes.drafts(depth)) for req in tried}
+        for req in tried:
+            req.max_draft_tokens, req.last_probe = self.shapes.drafts(depth), self.trials
         self._age = self._every  # the numbers of drafts are chosen anew
         # It ends as soon as its time was measured. Where that is not known yet, more steps than expected fit into the time to settle.
         self._held, self._trial, self._seen = 0 if steps == 1 else HELD + 3 * steps // 2, depth, 0.0
         return True
 
-    def _oldest(self, seqs: Seq[Sequence], values: Mapping[int, float]) -> tuple[int, int] | None:
+    def _oldest(self, reqs: Seq[RequestState], values: Mapping[int, float]) -> tuple[int, int] | None:
         """The depth whose time was not measured for longest, and steps until it was."""
-        count, old, fresh = len(seqs), [], max(FRESH, FRESH_S / (self._usual(seqs) or FRESH_S))
+        count, old, fresh = len(reqs), [], max(FRESH, FRESH_S / (self._usual(reqs) or FRESH_S))
         for depth in self.depths:
-            age = self.times.age(self.shapes.work(seqs, count * self.shapes.drafts(depth), depth))
+            age = self.times.age(self.shapes.work(reqs, count * self.shapes.drafts(depth), depth))
             if depth != self.depth and (age is None or age > fresh) and values[depth] > CLOSE * self.value * (depth > 0):
                 old.append((age is None, age or 0, -depth))
-        return (depth := -max(old)[2], self._long(seqs, depth)) if old else None
+        return (depth := -max(old)[2], self._long(reqs, depth)) if old else None
 
-    def _deeper(self, seqs: Seq[Sequence], values: Mapping[int, float]) -> tuple[int, int] | None:
+    def _deeper(self, reqs: Seq[RequestState], values: Mapping[int, float]) -> tuple[int, int] | None:
         """The best of the deeper ones, to learn what is accepted, and for how many steps."""
         if not (deeper := [depth for depth in self.depths if depth > self.depth]):
             return None
         best = max(deeper, key=values.__getitem__)
-        return best, self._long(seqs, best) if values[best] > NEAR * self.value else 1
+        return best, self._long(reqs, best) if values[best] > NEAR * self.value else 1
 
-    def _long(self, seqs: Seq[Sequence], depth: int) -> int:
+    def _long(self, reqs: Seq[RequestState], depth: int) -> int:
         """Steps that a trial is expected to take until it has measured this depth's time."""
-        count = len(seqs)
-        seconds = self.times.seconds(self.shapes.work(seqs, count * self.shapes.drafts(depth), depth))
+        count = len(reqs)
+        seconds = self.times.seconds(self.shapes.work(reqs, count * self.shapes.drafts(depth), depth))
         return SEEN + min(ceil(SETTLING / (seconds or SETTLING)), MOST_SETTLING)
 
-    def _cost(self, seqs: Seq[Sequence], depth: int, tried: Seq[Sequence], expected: float) -> float:
+    def _cost(self, reqs: Seq[RequestState], depth: int, tried: Seq[RequestState], expected: float) -> float:
         """Seconds that a trial is expected to lose against the step in its place. `expected`: its tokens per second with all requests."""
-        usual = self.times.with_prompts(self.shapes.work(seqs, self._drafts, self.depth), self._tokens)
+        usual = self.times.with_prompts(self.shapes.work(reqs, self._drafts, self.depth), self._tokens)
         if depth < self.depth:
             return usual * (1 - expected / max(self.value, 1e-9))
-        drafts = self._drafts + sum(self.shapes.drafts(depth) - (seq.most or 0) for seq in tried)
+        drafts = self._drafts + sum(self.shapes.drafts(depth) - (req.max_draft_tokens or 0) for req in tried)
         tokens = self._tokens + self._gain * self.value
-        return self.times.with_prompts(self.shapes.work(seqs, drafts, depth), tokens) - usual - self._gain
+        return self.times.with_prompts(self.shapes.work(reqs, drafts, depth), tokens) - usual - self._gain
 
-    def _expected(self, seq: Sequence, drafts: int) -> float:
+    def _expected(self, req: RequestState, drafts: int) -> float:
         """How many of a request's drafts are accepted."""
-        return sum(self.survival.chances(seq.factor, drafts))
+        return sum(self.survival.chances(req.acceptance_factor, drafts))
 
-    def _usual(self, seqs: Seq[Sequence]) -> float:
+    def _usual(self, reqs: Seq[RequestState]) -> float:
         """Seconds of a step as it was chosen."""
-        return self.times.seconds(self.shapes.work(seqs, sum(seq.most or 0 for seq in seqs), self.depth))
+        return self.times.seconds(self.shapes.work(reqs, sum(req.max_draft_tokens or 0 for req in reqs), self.depth))
 
     # ------------------------------------------------------------------------------------------- what is learned
 
-    def stepped(self, planned: Planned, passes: int, seconds: float) -> None:
+    def stepped(self, planned: ScheduledStep, passes: int, seconds: float) -> None:
         """A step took so long. `passes`: as passes_of. The first step of a depth, which catches up on rows to draft, is not learned."""
         self._saved = min(self._saved + TRIALS * seconds, self._most)
         spans = planned.plan.spans  # of which those of prompts are the last ones
-        self.times.count(self._tokens, bool(spans and spans[-1].length > 1))
+        self.times.count(self._tokens, bool(spans and spans[-1].num_tokens > 1))
         settled = passes == self._passes and self._since >= SETTLING
         self._passes, self._since = passes, seconds + (self._since if passes == self._passes else 0.0)
         # The step after the one at which it is due: a slow step is likelier to be the latter, and would be learned too often.
@@ -283,7 +283,7 @@ class DepthPolicy:
         trial = self._held > 0 and passes == self._trial
         if not settled and not trial:
             return
-        work, prompts = self.shapes.planned(planned.plan, planned.seqs)
+        work, prompts = self.shapes.planned(planned.plan, planned.reqs)
         if not work.requests:
             return
         alone = seconds - (self.times.prompts(work, prompts) if prompts else 0.0)  # what the step took without them
@@ -312,23 +312,23 @@ class DepthPolicy:
         if self._saved < 0:
             self._held = 0
 
-    def learn(self, outcomes: Seq[Outcome]) -> None:
+    def learn(self, outcomes: Seq[RequestOutput]) -> None:
         """What one step yielded. Drafts of trials are always looked at."""
         self._turn, self._hoped, self._found = self._turn + 1, 0.0, 0
         least = max(int(self._every * SHORT / PAUSE), 1)
         for outcome in part_of(outcomes, self._turn, least) if not self._trying else outcomes:
             if outcome.proposal.tokens:
-                self.verified(outcome.seq, len(outcome.proposal.tokens), outcome.proposal.path)
+                self.verified(outcome.req, len(outcome.proposal.tokens), outcome.proposal.path)
         if self._found > FAR * self._hoped:
             self._rest = min(self._rest, AGAIN)
 
-    def verified(self, seq: Sequence, drafts: int, path: Seq[int]) -> None:
+    def verified(self, req: RequestState, drafts: int, path: Seq[int]) -> None:
         """What came of a request's drafts: the nodes that were accepted, from 1 on."""
-        drafts = min(drafts, self.sizes.proposed)
+        drafts = min(drafts, self.sizes.num_proposed)
         accepted = [node for node in path if node <= drafts]
         self.survival.observe(drafts, accepted)
-        seq.factor = self.survival.follow(seq.factor, drafts, len(accepted))
-        expected = self._trying.pop(seq.id, None)
+        req.acceptance_factor = self.survival.follow(req.acceptance_factor, drafts, len(accepted))
+        expected = self._trying.pop(req.id, None)
         if expected is not None and self.value > 0:
             found = self._saved + (len(accepted) - expected) / self.value
             self._hoped, self._found = self._hoped + expected, self._found + len(accepted)
@@ -336,7 +336,7 @@ class DepthPolicy:
 
     def forget(self) -> None:
         """What was accepted is void; what steps take is not."""
-        self.survival, self._saved = Survival(self.sizes.proposed, self.sizes.trees), FIRST
+        self.survival, self._saved = Survival(self.sizes.num_proposed, self.sizes.trees), FIRST
         self._trying.clear()
 
     # -------------------------------------------------------------------------------------------------- from outside

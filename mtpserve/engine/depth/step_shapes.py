@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import StepPlan
-from mtpserve.core.sequence import Sequence
+from mtpserve.core.request_state import RequestState
 from mtpserve.engine.depth.step_times import StepWork
 
 
 def passes_of(plan: StepPlan) -> int:
     """Of what proposes tokens, after the trunk's pass; those that are wanted."""
-    return plan.want if plan.want and any(span.drafts_next for span in plan.spans) else 0
+    return plan.draft_depth if plan.draft_depth and any(span.drafts_next for span in plan.spans) else 0
 
 
-def is_sampled(seqs: Iterable[Sequence]) -> bool:
-    return any(seq.sampling.temperature > 0 for seq in seqs)
+def is_sampled(reqs: Iterable[RequestState]) -> bool:
+    return any(req.sampling.temperature > 0 for req in reqs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class StepShapes:
 
     def drafts(self, depth: int) -> int:
         """Of each request, at most."""
-        return self.sizes.proposed if self.sizes.trees and depth else min(depth, self.sizes.proposed)
+        return self.sizes.num_proposed if self.sizes.trees and depth else min(depth, self.sizes.num_proposed)
 
     def drafting(self, work: StepWork, drafts: int, depth: int) -> StepWork:
         """The same requests in a step that verifies so many drafts of all of them together, and makes new ones."""
@@ -54,18 +54,18 @@ class StepShapes:
         computed = next((each for each in self.captured if each >= depth), self.captured[-1])  # a tree has more drafts than it is deep
         return work._replace(rows=work.requests * (1 + self.drafts(computed)), passes=computed)
 
-    def work(self, seqs: Seq[Sequence], drafts: int, depth: int) -> StepWork:
+    def work(self, reqs: Seq[RequestState], drafts: int, depth: int) -> StepWork:
         """Of a step that verifies so many of these requests' drafts."""
-        context = sum(len(seq.tokens) for seq in seqs)
-        return self.drafting(StepWork(len(seqs), len(seqs), 0, is_sampled(seqs), context), drafts, depth)
+        context = sum(len(req.tokens) for req in reqs)
+        return self.drafting(StepWork(len(reqs), len(reqs), 0, is_sampled(reqs), context), drafts, depth)
 
-    def planned(self, plan: StepPlan, seqs: Seq[Sequence]) -> tuple[StepWork, int]:
+    def planned(self, plan: StepPlan, reqs: Seq[RequestState]) -> tuple[StepWork, int]:
         """And rows of prompts; the last one of a prompt counts as one that decodes, since the request is drafted for."""
         drafted = drafts = widest = rows = context = 0
         for span in plan.spans:
-            drafted, drafts, rows = drafted + span.drafts_next, drafts + span.drafts, rows + span.length
-            context, widest = context + span.start * span.drafts_next, max(widest, span.drafts)
-        depth = plan.want if drafted else 0
+            drafted, drafts, rows = drafted + span.drafts_next, drafts + span.num_draft_tokens, rows + span.num_tokens
+            context, widest = context + span.start * span.drafts_next, max(widest, span.num_draft_tokens)
+        depth = plan.draft_depth if drafted else 0
         if self.captured:
             depth = max(depth, widest)  # drafts of the step before may be deeper than the new ones
-        return self.drafting(StepWork(drafted, drafted, 0, is_sampled(seqs), context), drafts, depth), rows - drafted
+        return self.drafting(StepWork(drafted, drafted, 0, is_sampled(reqs), context), drafts, depth), rows - drafted

@@ -28,11 +28,11 @@ from time import perf_counter
 from mtpserve.config.drafters import MTP
 from mtpserve.core.errors import EngineBusy
 from mtpserve.core.request import DraftHealth, DraftState, Proposal, Request
+from mtpserve.core.request_state import RequestState
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Sequence
 from mtpserve.engine.depth.control import EngineControl
 from mtpserve.engine.depth.survival import part_of
-from mtpserve.engine.steps import Outcome
+from mtpserve.engine.steps import RequestOutput
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class FirstDrafts:
 
 
 @dataclass(slots=True)
-class Own:
+class SelfCheck:
     """The engine's own requests."""
 
     began: float
@@ -96,16 +96,17 @@ class Watchdog:
     """`full`: the depth of the drafts; 0: there is nothing to watch. `vocab`: of the model. `drafter`: the draft model's name among the
     sources. `clock` in seconds.
 
-    The engine calls `start` once, `turn` and `limited` for each step that it plans, and `others` for what each one yielded.
+    The engine calls `start` once, `before_step` and `limit_drafts` for each step that it plans, and `client_outputs` for what each one
+    yielded.
     """
 
     def __init__(
         self, full: int = 0, vocab: int = 1, floor: float = 0.4, drafter: str = MTP, clock: Callable[[], float] = perf_counter
     ) -> None:
-        self.full, self.vocab, self.floor, self.drafter, self.clock = full, vocab, floor, drafter, clock
+        self.full, self.vocab, self.min_acceptance, self.drafter, self.clock = full, vocab, floor, drafter, clock
         self.health = DraftHealth("unmeasured", floor=floor) if full else DraftHealth()
-        self.reached = 0.0  # the best window, or the rate at start
-        self._own: Own | None = None
+        self.best_rate = 0.0  # the best window, or the rate at start
+        self._self_check: SelfCheck | None = None
         self._window, self._since = FirstDrafts(), FirstDrafts()  # of clients' drafts: the current one, and since the last that was good
         self._doubt = False
         self._next, self._pause, self._back_off = 0.0, DOUBT_S, BACK_OFF_S  # when to decide next; how long to wait after that
@@ -139,21 +140,23 @@ class Watchdog:
                 FEWEST,
             )
             return
-        self.health.start = self.reached = tally.rate
-        if tally.rate >= self.floor:
+        self.health.start = self.best_rate = tally.rate
+        if tally.rate >= self.min_acceptance:
             self.health.state = "ok"
             log.info("the draft model (%s) was tried out: the first draft was accepted in %s verifications", self.drafter, tally)
             return
-        found = f"at start the first draft was accepted in {tally} verifications, and at least {100 * self.floor:.0f} % are expected"
-        self._name("weak", f"{found}: {tally.symptom}; probably {CAUSES}")
+        found = (
+            f"at start the first draft was accepted in {tally} verifications, and at least {100 * self.min_acceptance:.0f} % are expected"
+        )
+        self._report("weak", f"{found}: {tally.symptom}; probably {CAUSES}")
 
     # -------------------------------------------------------------------------------------------------- each step
 
-    def turn(self, engine: EngineControl) -> None:
+    def before_step(self, engine: EngineControl) -> None:
         """Before a step is planned: begin and end the engine's own requests where that is due."""
-        if not self._armed or not (self._own is not None or self._doubt or self.suspended):
+        if not self._armed or not (self._self_check is not None or self._doubt or self.suspended):
             return
-        own = self._own
+        own = self._self_check
         if own is None:
             if self.clock() >= self._next:
                 self._begin(engine)
@@ -162,53 +165,54 @@ class Watchdog:
         elif not own.tally.verified and not self.suspended and self.clock() - own.began > SEAT_S and self._dead(self._since):
             self._suspend(f"{self._since} first drafts of clients' requests were accepted: {self._since.symptom}")
 
-    def owns(self, request_id: str) -> bool:
-        return self._own is not None and request_id in self._own.ids
+    def is_self_check(self, request_id: str) -> bool:
+        return self._self_check is not None and request_id in self._self_check.ids
 
-    def limited(self, running: Seq[Sequence], want: int) -> int:
-        """The depth of the next step, where others would have it draft `want` deep; each request is told how many drafts it may have."""
-        if self._own is None and not self.suspended:
+    def limit_drafts(self, running: Seq[RequestState], draft_depth: int) -> int:
+        """The depth of the next step, where others would have it draft `draft_depth` deep; each request is told how many drafts it may
+        have."""
+        if self._self_check is None and not self.suspended:
             if self._limits:
                 self._limits = False
-                for seq in running:
-                    seq.most = None
-            return want
-        self._limits, want = True, 0 if self.suspended else want
+                for req in running:
+                    req.max_draft_tokens = None
+            return draft_depth
+        self._limits, draft_depth = True, 0 if self.suspended else draft_depth
         deep = False
-        for seq in running:
-            if self.owns(seq.id):
-                deep, seq.most = True, None
-            elif want < self.full:
-                seq.most = want if seq.most is None else min(seq.most, want)
-        return self.full if deep else want
+        for req in running:
+            if self.is_self_check(req.id):
+                deep, req.max_draft_tokens = True, None
+            elif draft_depth < self.full:
+                req.max_draft_tokens = draft_depth if req.max_draft_tokens is None else min(req.max_draft_tokens, draft_depth)
+        return self.full if deep else draft_depth
 
-    def others(self, outcomes: Seq[Outcome], verified: bool = True) -> Seq[Outcome]:
+    def client_outputs(self, outcomes: Seq[RequestOutput], verified: bool = True) -> Seq[RequestOutput]:
         """What a step yielded for clients' requests. If drafts were `verified`, what came of them is counted; where there are many
         requests, for a part of them."""
-        if self._own is None:
+        if self._self_check is None:
             if verified and self._armed and not self.suspended:
                 self._turn += 1
                 for outcome in part_of(outcomes, self._turn):
-                    self._look(outcome, None)
+                    self._count(outcome, None)
             return outcomes
-        kept = list[Outcome]()
+        kept = list[RequestOutput]()
         for outcome in outcomes:
-            own = self._own if self.owns(outcome.seq.id) else None
-            self._look(outcome, own)
+            own = self._self_check if self.is_self_check(outcome.req.id) else None
+            self._count(outcome, own)
             if own is None:
                 kept.append(outcome)
-            elif outcome.seq.finish is not None:
-                own.ids.discard(outcome.seq.id)
+            elif outcome.req.finish is not None:
+                own.ids.discard(outcome.req.id)
         return kept
 
-    def _look(self, outcome: Outcome, own: Own | None) -> None:
+    def _count(self, outcome: RequestOutput, own: SelfCheck | None) -> None:
         proposal = outcome.proposal
-        if proposal.tokens and proposal.sources[0] == self.drafter and outcome.seq.error is None:
-            self._seen(outcome.seq.id, proposal, own)
+        if proposal.tokens and proposal.sources[0] == self.drafter and outcome.req.error is None:
+            self._observe(outcome.req.id, proposal, own)
 
     # -------------------------------------------------------------------------------------------------- decisions
 
-    def _seen(self, request_id: str, proposal: Proposal, own: Own | None) -> None:
+    def _observe(self, request_id: str, proposal: Proposal, own: SelfCheck | None) -> None:
         hit = 1 in proposal.path
         if own is not None:
             own.tally.count(request_id, proposal, hit)
@@ -219,9 +223,9 @@ class Watchdog:
         if self._window.verified < WINDOW:
             return
         rate, self._window = self._window.rate, FirstDrafts()
-        good = rate >= max(LEAST, HALF * self.reached)
-        self.reached = max(self.reached, rate)
-        self._doubt = (not good or self._worse) and self.reached >= self.floor
+        good = rate >= max(LEAST, HALF * self.best_rate)
+        self.best_rate = max(self.best_rate, rate)
+        self._doubt = (not good or self._worse) and self.best_rate >= self.min_acceptance
         if good:
             self._since, self._pause = FirstDrafts(), DOUBT_S
 
@@ -230,7 +234,7 @@ class Watchdog:
 
     def _decide(self, engine: EngineControl, tally: FirstDrafts) -> None:
         """What the engine's own requests say."""
-        expected = max(self.health.start or 0.0, self.floor)
+        expected = max(self.health.start or 0.0, self.min_acceptance)
         self._next = self.clock() + (self._back_off if self.suspended else self._pause)
         if tally.verified < FEWEST:
             return
@@ -254,19 +258,19 @@ class Watchdog:
                 log.warning("the draft model (%s) has recovered: its first draft is accepted in %s verifications", self.drafter, tally)
                 self.health.state = "ok"
         elif self.health.state != "weak":
-            self._name("weak", f"{found}: {tally.symptom}; it drafts on, as deep as that is worth its time")
+            self._report("weak", f"{found}: {tally.symptom}; it drafts on, as deep as that is worth its time")
 
     @property
     def _worse(self) -> bool:
         """It is weak, and was not at start."""
-        return self.health.state == "weak" and (self.health.start or 0.0) >= self.floor
+        return self.health.state == "weak" and (self.health.start or 0.0) >= self.min_acceptance
 
     def _suspend(self, reason: str) -> None:
         self._back_off = BACK_OFF_S
         self._next = self.clock() + self._back_off
-        self._name("suspended", f"{reason}; drafting is off and tried again in {self._back_off:.0f} s")
+        self._report("suspended", f"{reason}; drafting is off and tried again in {self._back_off:.0f} s")
 
-    def _name(self, state: DraftState, reason: str) -> None:
+    def _report(self, state: DraftState, reason: str) -> None:
         self.health.state, self.health.reason = state, reason
         self.health.faults_total += 1
         log.warning("DRAFT MODEL AT FAULT (%s): %s", self.drafter, reason)
@@ -285,8 +289,8 @@ class Watchdog:
 
     # ------------------------------------------------------------------------------------- the engine's own requests
 
-    def _begin(self, engine: EngineControl) -> Own:
-        own = self._own = Own(self.clock(), set())
+    def _begin(self, engine: EngineControl) -> SelfCheck:
+        own = self._self_check = SelfCheck(self.clock(), set())
         length = min(TOKENS, engine.context_length - 1)
         sampling = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True, seed=0, priority=FIRST)
         for part in range(PARTS):
@@ -299,8 +303,8 @@ class Watchdog:
         return own
 
     def _end(self, engine: EngineControl) -> FirstDrafts:
-        assert self._own is not None
-        own, self._own = self._own, None
+        assert self._self_check is not None
+        own, self._self_check = self._self_check, None
         for request_id in own.ids:
             engine.abort(request_id)
         return own.tally

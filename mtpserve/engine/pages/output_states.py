@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtpserve.cache.groups import PageGroups
-from mtpserve.core.plan import KeptState, SpanPlan
-from mtpserve.core.sequence import Held, Sequence
+from mtpserve.core.plan import SpanPlan, StateCheckpoint
+from mtpserve.core.request_state import Held, RequestState
 
 
 @dataclass(slots=True)
@@ -48,19 +48,20 @@ class OutputStates:
         """Those that are held here."""
         return [state.page for own in self._own.values() for state in own.states]
 
-    def plan(self, seq: Sequence, span: SpanPlan) -> list[KeptState]:
+    def plan(self, req: RequestState, span: SpanPlan) -> list[StateCheckpoint]:
         """Of a span that decodes: what its step keeps if it comes to it."""
         size = self._pages.page_size
         # Between these the step's state may be: steps in flight commit more or fewer tokens.
-        start, end = seq.launched if seq.in_flight else seq.settled, seq.launched + span.length + seq.ahead * seq.reach
+        start = req.num_scheduled_tokens if req.in_flight else req.num_state_tokens
+        end = req.num_scheduled_tokens + span.num_tokens + req.num_pending_outputs * req.num_write_ahead
         column = start // size
         tokens = (column + 1) * size
-        state = self._place(seq, column) if tokens <= end else None
-        return [] if state is None else [KeptState(span.seat, tokens, state.page)]
+        state = self._place(req, column) if tokens <= end else None
+        return [] if state is None else [StateCheckpoint(span.req_idx, tokens, state.page)]
 
-    def _place(self, seq: Sequence, column: int) -> OutputState | None:
+    def _place(self, req: RequestState, column: int) -> OutputState | None:
         """None: there is no room, or another one has to be written first."""
-        own = self._own.setdefault(seq.id, LastStates())
+        own = self._own.setdefault(req.id, LastStates())
         if own.next is None:
             if 2 * len(self.pages) + 2 <= self._pages.states and (page := self._pages.take_state()) is not None:
                 own.next = OutputState(column, page)
@@ -68,30 +69,30 @@ class OutputStates:
                 own.next, own.last = OutputState(column, own.last.page), None
         return own.next if own.next is not None and own.next.column == column else None
 
-    def book(self, seq: Sequence, since: int, kept: KeptState | None) -> None:
-        """A step has taken a request's state from `since` tokens to `seq.settled`; it had to keep this one."""
-        own = self._own.get(seq.id)
+    def book(self, req: RequestState, since: int, kept: StateCheckpoint | None) -> None:
+        """A step has taken a request's state from `since` tokens to `req.num_state_tokens`; it had to keep this one."""
+        own = self._own.get(req.id)
         if own is None or own.next is None:
             return
         tokens = (own.next.column + 1) * self._pages.page_size
-        if kept is not None and kept.state == own.next.page and since < kept.tokens == tokens <= seq.settled:
+        if kept is not None and kept.state == own.next.page and since < kept.num_tokens == tokens <= req.num_state_tokens:
             own.next.written = True
-        if own.next.written and own.next.column < seq.labelled:
+        if own.next.written and own.next.column < req.num_hashed_blocks:
             self._free(own.last)
             own.last, own.next = own.next, None
-        elif tokens <= seq.settled and not own.next.written:
+        elif tokens <= req.num_state_tokens and not own.next.written:
             self._free(own.next)
             own.next = None
 
-    def leave(self, seq: Sequence, trusted: bool) -> list[Held]:
+    def leave(self, req: RequestState, trusted: bool) -> list[Held]:
         """A request gives its pages back → the state that others find from now on, by group of pages; empty: none. Not `trusted`: its
         numbers may be wrong."""
-        own = self._own.pop(seq.id, LastStates())
+        own = self._own.pop(req.id, LastStates())
         self._free(own.next)
-        if own.last is None or not trusted or own.last.column >= seq.labelled:
+        if own.last is None or not trusted or own.last.column >= req.num_hashed_blocks:
             self._free(own.last)
             return []
-        return self._pages.give_state(own.last.page, own.last.column, seq.keys[own.last.column])
+        return self._pages.give_state(own.last.page, own.last.column, req.block_hashes[own.last.column])
 
     def _free(self, state: OutputState | None) -> None:
         if state is not None:

@@ -9,7 +9,7 @@ so that what is often used outlives the process, too. In host memory the least r
 A request that finds pages below the device waits until they are loaded; others run meanwhile. The loading itself holds them, as a request
 would: afterwards they are cached as if they had just been used.
 
-Another node is one more place from which pages come to host memory (pulls.py), and for which they are kept there (exports.py).
+Another node is one more place from which pages come to host memory (kv_receiver.py), and for which they are kept there (kv_sender.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key
 from mtpserve.core.plan import Transfer, Transferred
 from mtpserve.core.request import EngineStats
-from mtpserve.core.sequence import Held, Sequence as Live
-from mtpserve.engine.pages.exports import Exports
+from mtpserve.core.request_state import Held, RequestState as Live
 from mtpserve.engine.pages.host import Disk, HostMemory
-from mtpserve.engine.pages.pulls import Pulls
+from mtpserve.engine.pages.kv_receiver import KVReceiver
+from mtpserve.engine.pages.kv_sender import KVSender
 
 THROUGH = 8  # pages that a plan writes through to the disk
 WAITING = 4096  # pages that wait for it; of more the oldest are left to eviction
@@ -61,8 +61,8 @@ class Tiers(HostMemory):
     def __init__(self, pages: PageGroups, blocks: Sequence[int], disk: Disk | None = None) -> None:
         super().__init__(pages, blocks, disk)
         self.on_close: Callable[[], None] = lambda: None
-        self.pulls: Pulls | None = None  # from other nodes
-        self.exports: Exports | None = None  # for them
+        self.receiver: KVReceiver | None = None  # from other nodes
+        self.sender: KVSender | None = None  # for them
         self.loadings: list[Loading] = []
         self._through: deque[tuple[int, int, Key]] = deque(maxlen=WAITING)
         self._spilling: dict[int, tuple[int, Key]] = {}  # group and key by number
@@ -74,7 +74,7 @@ class Tiers(HostMemory):
     @property
     def pending(self) -> bool:
         """Something has to be moved, or is under way."""
-        pulling = self.pulls is not None and self.pulls.pending
+        pulling = self.receiver is not None and self.receiver.pending
         return bool(self._outgoing or self._through or self.saving or self._spilling or self.loadings or pulling)
 
     @property
@@ -84,8 +84,8 @@ class Tiers(HostMemory):
 
     def take_outgoing(self) -> list[Transfer]:
         """What the next plan has to move."""
-        if self.exports is not None:
-            self.exports.collect()
+        if self.sender is not None:
+            self.sender.collect()
         for _ in range(min(THROUGH, len(self._through))):
             group, page, key = self._through.popleft()
             # Another page may have the key by now, or none.
@@ -122,8 +122,8 @@ class Tiers(HostMemory):
             loading.good = False
         self._through.clear()
         self._void |= self._spilling.keys()
-        if self.pulls is not None:
-            self.pulls.forget()
+        if self.receiver is not None:
+            self.receiver.forget()
         if self._disk is not None:
             self._disk.clear()
 
@@ -139,8 +139,8 @@ class Tiers(HostMemory):
         self._void |= {number for number, (_, key) in self._spilling.items() if key in wrong}
         for loading in self.loadings:
             loading.good &= wrong.isdisjoint(loading.keys)
-        if self.exports is not None:
-            self.exports.withdraw(wrong)
+        if self.sender is not None:
+            self.sender.withdraw(wrong)
 
     # ------------------------------------------------------------------------------------------------ upwards
 
@@ -209,12 +209,12 @@ class Tiers(HostMemory):
 
     # ------------------------------------------------------------------------------------------------- booked
 
-    def book(self, ended: Sequence[Transferred]) -> None:
+    def commit(self, ended: Sequence[Transferred]) -> None:
         for each in ended:
             moved = each.transfer
             self.count(each)
-            if moved.kind == "pull" and self.pulls is not None:
-                self.pulls.book(each)
+            if moved.kind == "pull" and self.receiver is not None:
+                self.receiver.commit(each)
             elif moved.kind == "save":
                 self._saved(moved, each.good)
             elif moved.kind == "spill":
@@ -232,8 +232,8 @@ class Tiers(HostMemory):
             self.groups[group].pins[block] += 1
             self._spilling[self.move("spill", group, block, key=key)] = group, key
         self.release(group, key, block)
-        if self.exports is not None:
-            self.exports.saved(group, block, good)
+        if self.sender is not None:
+            self.sender.saved(group, block, good)
 
     def _spilled(self, moved: Transfer, good: bool) -> None:
         self.release(moved.group, moved.key, moved.block)
@@ -246,13 +246,13 @@ class Tiers(HostMemory):
 
     def report(self, stats: EngineStats, waiting: Sequence[Live]) -> None:
         """`waiting`: the requests that have no seat."""
-        pulls = self.pulls if self.pulls is not None and self.pulls.pending else None
-        late = (self.is_loading(seq.loading) or (pulls is not None and pulls.open(seq)) for seq in waiting)
+        pulls = self.receiver if self.receiver is not None and self.receiver.pending else None
+        late = (self.is_loading(req.kv_load) or (pulls is not None and pulls.open(req)) for req in waiting)
         stats.waiting_for_pages = sum(late) if self.loadings or pulls is not None else 0
-        if self.exports is not None:
-            self.exports.report(stats)
-        if self.pulls is not None:
-            stats.failed_pulls_total = self.pulls.failed
+        if self.sender is not None:
+            self.sender.report(stats)
+        if self.receiver is not None:
+            stats.failed_pulls_total = self.receiver.failed
         stats.loaded_pages, stats.dropped_pages_total = self.loaded, self.dropped
         stats.tier_pages = {"host": sum(len(host.blocks) for host in self.groups)}
         stats.tier_pages_total = {"host": sum(len(host.pins) for host in self.groups)}

@@ -27,8 +27,8 @@ import zmq.asyncio
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
+from mtpserve.core.heartbeat import Heartbeat
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.pulse import Pulse
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.engine.process.hang import dump_stacks, silence
 from mtpserve.engine.process.messages import (
@@ -139,7 +139,7 @@ class ProcessClient:
         self._start_message = Start(config, progress, log_level)
         self._factory = factory
         self._directory = private_directory()
-        self._pulse, self._timeout = Pulse(), config.parallel.engine_timeout
+        self._pulse, self._timeout = Heartbeat(), config.parallel.engine_timeout
         self._pulse.share(Path(self._directory) / PULSE_FILE)
         self._context = zmq.asyncio.Context()
         self._events = self._context.socket(zmq.PULL)
@@ -212,7 +212,7 @@ class ProcessClient:
         if self.dead is not None:
             raise EngineDead(self.dead)
         # The engine would say the same, but only between two steps.
-        if self.card.capacity is not None and len(self._open) >= self.card.capacity and not request.moved:
+        if self.card.capacity is not None and len(self._open) >= self.card.capacity and not request.is_migrated:
             raise QueueFull(f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more")
         mailbox = self._open[request.id] = Mailbox()
         self._send(Submit(request))

@@ -116,7 +116,7 @@ Up = Started | Ready | Events | Spec | Silent | Profiled | Rejected | Fatal
 
 INBOX = "requests"  # names of the two sockets in the private directory
 OUTBOX = "events"
-PULSE_FILE = "pulse"  # beside them: see core/pulse.py
+PULSE_FILE = "pulse"  # beside them: see core/heartbeat.py
 
 
 def endpoint(directory: str, name: str) -> str:

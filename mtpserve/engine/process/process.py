@@ -29,7 +29,7 @@ import zmq
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, LoadError, MTPServeError
-from mtpserve.core.pulse import PULSE
+from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.parallel.ticks import State, Ticks

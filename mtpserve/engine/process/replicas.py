@@ -296,7 +296,7 @@ class Replicas:
         if request.sampling.seed is None:
             request = replace(request, seed=self._seeds.getrandbits(63))
         self._open[request.id] = None
-        progress = Progress(list(request.said), request.scored)
+        progress = Progress(list(request.prior_output_ids), request.num_scored_prompt_tokens)
         try:
             for left in range(LOST, -1, -1):
                 replica = await self._place(request)
@@ -309,7 +309,7 @@ class Replicas:
                 except (EngineDead, ShuttingDown):  # the latter where it is put away because another one has died
                     if left == 0 or self.dead is not None:
                         raise
-                request = replace(request, said=list(progress.said), scored=progress.scored, moved=True)
+                request = replace(request, prior_output_ids=list(progress.said), num_scored_prompt_tokens=progress.scored, is_migrated=True)
         finally:
             self._open.pop(request.id, None)
             self._aborted.discard(request.id)
@@ -342,7 +342,7 @@ class Replicas:
         if len(self._replicas) == 1:
             return up[0]
         # Where all are full the least busy one refuses.
-        up = [replica for replica in up if request.moved or not replica.is_full] or up
+        up = [replica for replica in up if request.is_migrated or not replica.is_full] or up
         least = min(up, key=lambda replica: len(replica.open))
         keys = self._affinity.keys(request)
         number = self._affinity.find(keys)

@@ -35,15 +35,15 @@ from mtpserve.core.protocols.runner import ModelRunner
 from mtpserve.engine.depth.watchdog import Watchdog
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
-from mtpserve.engine.pages.below import TierOptions, make_tiers, page_parts
+from mtpserve.engine.pages.kv_offload import TierOptions, make_tiers, page_parts
 from mtpserve.engine.pages.tiers import Tiers
 from mtpserve.engine.parallel.ranks import EveryRank, RankProcesses
+from mtpserve.runtime.device_requests import DeviceRequests, RequestKernels
 from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling.rules import LogitRules
-from mtpserve.runtime.sampling.sampling import SeatSampling
-from mtpserve.runtime.seats import SeatKernels, SeatTensors
+from mtpserve.runtime.sampling.sampling import SamplingState
 from mtpserve.runtime.step import Step
 from mtpserve.spec.build import DraftersByShape, make_draft_model, make_drafter, reduced_head
 from mtpserve.spec.draft.history import FeatureHistory
@@ -121,7 +121,7 @@ class EngineOptions:
     recorder: Callable[[ModelRunner], ModelRunner] | None = None  # between engine and runner
     others: RankProcesses | None = None  # that compute the same model; None: there are none
     overlap: int = 0  # steps in flight while another is planned
-    graphs: Callable[[Step, SeatSampling], StepGraphs | None] = lambda step, sampling: None
+    graphs: Callable[[Step, SamplingState], StepGraphs | None] = lambda step, sampling: None
     fingerprint: bytes | None = b""  # of all that KV depends on besides tokens; None: no prefix cache
     below: TierOptions = field(default_factory=TierOptions)  # the device
     observer: CacheObserver | None = None
@@ -154,7 +154,7 @@ def sizes_of(options: EngineOptions, layers: Seq[LayerKind], features: Features)
     """`features`: of the draft model."""
     sizes = draft_sizes(options.spec, options.scheduler.step_tokens)
     # The pages of a window are gone before a deferred row is stored in them. Of chained modules each row needs those before it at once.
-    return sizes if page_groups(layers) == (None,) and not features.chained else replace(sizes, deferred=0)
+    return sizes if page_groups(layers) == (None,) and not features.chained else replace(sizes, max_deferred_tokens=0)
 
 
 def make_states(arch: ModelArch, sizes: EngineSizes, drafts: DraftSizes, options: EngineOptions) -> States | None:
@@ -192,9 +192,9 @@ def draft_passes(
         boundary = BoundaryRows(sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device, store_boundary)
     if (rows := draft_model.features.rows) > 1:
         history = FeatureHistory(sizes.seats + 1, rows, width // rows, options.dtype, options.device)
-    if width and drafts.deferred:
+    if width and drafts.max_deferred_tokens:
         keep: Keep = kernels.get("keep", reference.keep)
-        deferred = DeferredRows(sizes.seats + 1, drafts.deferred, width, options.dtype, options.device, keep)
+        deferred = DeferredRows(sizes.seats + 1, drafts.max_deferred_tokens, width, options.dtype, options.device, keep)
     own = stores.part(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
     scale = arch.scale if arch.draft is None else arch.draft.scale
     attention = BACKENDS.get(options.backend)(own, arch.heads, scale)
@@ -208,9 +208,9 @@ def draft_passes(
 
 def make_seats(
     sizes: EngineSizes, drafts: DraftSizes, vocab: int, options: EngineOptions, coupled: bool, kernels: Mapping[str, Any]
-) -> SeatTensors:  # fmt: skip
-    own = SeatKernels(**{name: kernels[name] for name in SeatKernels._fields if name in kernels})
-    return SeatTensors(
+) -> DeviceRequests:  # fmt: skip
+    own = RequestKernels(**{name: kernels[name] for name in RequestKernels._fields if name in kernels})
+    return DeviceRequests(
         sizes.seats, sizes.context, drafts, vocab, sizes.page_size, options.device, options.eos_ids, sizes.pages, coupled, options.overlap,
         own,
     )  # fmt: skip
@@ -259,20 +259,22 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
     check(layers, attention, options.backend, drafts)
     passes = None if draft_model is None else draft_passes(model, draft_model, stores, sizes, drafts, options, kernels)
     drafter = make_drafter(spec, drafts, passes)
-    seats = make_seats(sizes, drafts, arch.vocab, options, drafter.coupled, kernels)
+    req_tensors = make_seats(sizes, drafts, arch.vocab, options, drafter.coupled, kernels)
     exact = spec.speculative_exact and not attention.exact
     step = Step(
         ExactModel(model) if exact else model,
         trunk_attention("exact", arch, stores, states, reference_recur) if exact else attention,
         stores,
         drafter,
-        seats,
+        req_tensors,
         states=states,
         thresholds=Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc),
         processed_logprobs=options.sampling.logprobs_mode == "processed_logprobs",
         decide=judge_of(options, kernels),
     )
-    sampling = SeatSampling(sizes.seats, LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device), device)
+    sampling = SamplingState(
+        sizes.seats, LogitRules(req_tensors, sizes.seats, arch.vocab, options.eos_ids, options.processors, device), device
+    )
     grammars = None if options.grammars is None else prepared(options.grammars, options.others)
     pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.step_tokens, sizes.states or None)
     tiers, transfers = make_tiers(options.below, page_parts(stores, states, passes, pages), pages, options.fingerprint, options.recorder)
@@ -303,7 +305,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         context_length=sizes.context,
         vocab=model.arch.vocab,
         eos_ids=options.eos_ids,
-        want=0 if options.below.computes_prompts else spec.steps,
+        draft_depth=0 if options.below.computes_prompts else spec.steps,
         name=options.name,
         kernels=options.kernels,
         grammars=made.grammars,

@@ -19,8 +19,8 @@ from mtpserve.core.protocols.parallel import Ranks
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
-from mtpserve.engine.pages.below import TierOptions
 from mtpserve.engine.pages.kv_events import KVEvents
+from mtpserve.engine.pages.kv_offload import TierOptions
 from mtpserve.engine.parallel.rank_messages import Order, Reached, Room, SharedFiles, Wire
 from mtpserve.engine.parallel.ranks import RankProcesses, joined
 from mtpserve.engine.parallel.spread import meet, ticks_of
@@ -34,10 +34,10 @@ from mtpserve.engine.startup.threads import bind
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.quant.int8 import Int8
-from mtpserve.runtime.graphs.graphs import ROWS, CudaRecorder, StepGraphs, usual
+from mtpserve.runtime.graphs.graphs import ROWS, CudaGraphCapturer, StepGraphs, usual
 from mtpserve.runtime.memory import MemoryPlan, require_memory
 from mtpserve.runtime.runner import Runner
-from mtpserve.runtime.sampling.sampling import SeatSampling
+from mtpserve.runtime.sampling.sampling import SamplingState
 from mtpserve.runtime.step import Step
 from mtpserve.spec.curves import Curve, read_curve
 from mtpserve.spec.sizes import draft_sizes
@@ -45,7 +45,7 @@ from mtpserve.spec.sizes import draft_sizes
 log = logging.getLogger(__name__)
 
 
-def make_graphs(config: EngineConfig, step: Step, sampling: SeatSampling, running: int) -> StepGraphs | None:
+def make_graphs(config: EngineConfig, step: Step, sampling: SamplingState, running: int) -> StepGraphs | None:
     """None where steps are not captured: on a CPU, and with parts that have to read on the host."""
     wanted, safe = not config.scheduler.disable_cuda_graph, step.attention.graph_safe and step.drafter.graph_safe
     if step.seats.device.type != "cuda" or not wanted or not safe:
@@ -54,10 +54,10 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SeatSampling, runnin
         log.info("steps are not captured: what engines that share experts send each other is known only in the step")
         return None
     most = min(config.scheduler.cuda_graph_max_bs or running, running, ROWS[-1])
-    graphs = StepGraphs(step, sampling, CudaRecorder(), most)
+    graphs = StepGraphs(step, sampling, CudaGraphCapturer(), most)
     trees = config.spec.topk > 1 and config.spec.steps > 0
     spec, budget, shared = config.spec, config.scheduler.step_tokens, not config.cache.disable_radix_cache
-    graphs.record_all(usual(step.drafter.coupled), trees, spec.speculative_disable_by_batch_size, spec.adaptive, budget, shared)
+    graphs.capture_all(usual(step.drafter.coupled), trees, spec.speculative_disable_by_batch_size, spec.adaptive, budget, shared)
     return graphs
 
 

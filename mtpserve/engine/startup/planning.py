@@ -28,11 +28,11 @@ from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.models.family import Family, dropped
 from mtpserve.models.registry import family_of
+from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.memory import Fixed, MemoryPlan, Sizes, plan_memory
 from mtpserve.runtime.parallel.rounds import Rounds
 from mtpserve.runtime.sampling.rules import LogitRules
-from mtpserve.runtime.sampling.sampling import SeatSampling
-from mtpserve.runtime.seats import SeatTensors
+from mtpserve.runtime.sampling.sampling import SamplingState
 from mtpserve.spec.draft.token_map import read_token_map
 from mtpserve.spec.sizes import coupled, draft_sizes
 from mtpserve.weights.blocks import hold_blocks
@@ -218,7 +218,7 @@ def context_of(config: EngineConfig, arch: ModelArch) -> int:
 
 def lookahead_of(config: EngineConfig, device: torch.device) -> int:
     """Tokens of a request for which pages are held after those that the host knows."""
-    return draft_sizes(config.spec, config.scheduler.step_tokens).lookahead(overlap_of(config, device))
+    return draft_sizes(config.spec, config.scheduler.step_tokens).num_lookahead_tokens(overlap_of(config, device))
 
 
 def positions(config: EngineConfig, arch: ModelArch, device: torch.device) -> int:
@@ -231,8 +231,8 @@ def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tup
     sizes, nowhere = draft_sizes(config.spec, config.scheduler.step_tokens), torch.device("meta")
     context, in_flight = context_of(config, arch), overlap_of(config, device)
 
-    def parts(running: int) -> tuple[SeatTensors, LogitRules]:
-        seats = SeatTensors(
+    def parts(running: int) -> tuple[DeviceRequests, LogitRules]:
+        req_tensors = DeviceRequests(
             running,
             context,
             sizes,
@@ -243,11 +243,11 @@ def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tup
             coupled=coupled(config.spec),
             in_flight=in_flight,
         )
-        return seats, LogitRules(seats, running, arch.vocab, (), (), nowhere)
+        return req_tensors, LogitRules(req_tensors, running, arch.vocab, (), (), nowhere)
 
     def state(running: int) -> int:
-        seats, rules = parts(running)
-        return seats.nbytes + SeatSampling(running, rules, nowhere).nbytes
+        req_tensors, rules = parts(running)
+        return req_tensors.nbytes + SamplingState(running, rules, nowhere).nbytes
 
     return state, lambda running: parts(running)[1].table_bytes
 

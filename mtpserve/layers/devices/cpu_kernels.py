@@ -22,8 +22,8 @@ from mtpserve.attention.contexts import Contexts
 from mtpserve.attention.cpu import CPUSpans
 from mtpserve.cache.stores import Stores
 from mtpserve.core.arch.model import ClampedGate, MoEArch, Ungated
+from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.protocols.attention import Context
-from mtpserve.core.pulse import PULSE
 from mtpserve.layers.decoder import DecoderLayer
 from mtpserve.layers.embedding import Embedding
 from mtpserve.layers.fusion import Fusion

@@ -28,11 +28,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Keep, Want
+from mtpserve.core.batch import DraftTargets, StateCheckpoints
 from mtpserve.runtime.graphs.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts, padded_prompts
-from mtpserve.runtime.inputs import RowLayout, Rows, mixed_layout, prompt_layout, row_layout
+from mtpserve.runtime.inputs import BatchInputs, RowLayout, mixed_layout, prompt_layout, row_layout
 from mtpserve.runtime.publish import Columns
-from mtpserve.runtime.sampling.sampling import Asked, BatchSampler, SeatSampling
+from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
 from mtpserve.runtime.step import Step
 from mtpserve.runtime.transfer import write
 
@@ -63,14 +63,14 @@ class CaptureFailed(Exception):
     """The step can be launched, but not captured. The cause says why."""
 
 
-class Recorder(Protocol):
-    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+class GraphCapturer(Protocol):
+    def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         """Run `body` as often as needed, and give what its recorded run returns, and what repeats that run into the same tensors.
         Raises CaptureFailed."""
         ...
 
 
-class CudaRecorder:
+class CudaGraphCapturer:
     """All graphs share one pool of memory: only one of them runs at a time, and what one returns is kept alive by its owner. They share
     one stream too, since libraries keep a workspace for each stream that they have seen. After a failed capture the next ones share
     another pool."""
@@ -80,7 +80,7 @@ class CudaRecorder:
         self.stream = torch.cuda.Stream()
         self.failed: list[torch.cuda.CUDAGraph] = []
 
-    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+    def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         current = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -112,13 +112,13 @@ class CudaRecorder:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class GraphKey:
     requests: int  # that decode
     width: int  # rows of each
-    deepest: int  # 0: nothing is drafted
+    max_steps: int  # 0: nothing is drafted
     trees: bool
-    asked: Asked
-    deferred: bool = (
+    features: SamplingFeatures
+    defers_kv: bool = (
         False  # where nothing is drafted: the rows are absorbed with a later step; beside prompts some are, others with this one
     )
     rows: int = 0  # of all prompts together
@@ -128,12 +128,12 @@ class Key:
     def __str__(self) -> str:
         decoding = f"{self.requests} requests, {self.width} rows each" if self.requests else ""
         prompts = f"{self.rows} rows of prompts" if self.rows else ""
-        return f"{' and '.join(filter(None, (decoding, prompts)))}, {self.deepest} deep"
+        return f"{' and '.join(filter(None, (decoding, prompts)))}, {self.max_steps} deep"
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    # [3 to 5, requests + spans]: seats, wanted depths, most drafts, and Keep's numbers where layers keep states
+class CapturedGraph:
+    # [3 to 5, requests + spans]: seats, wanted depths, most drafts, and StateCheckpoints' numbers where layers keep states
     request_numbers: Tensor
     prompt_numbers: Tensor | None  # [3, spans], see `padded_prompts`
     layout: RowLayout | None  # of those that decode; its tensors are read by every replay
@@ -146,46 +146,46 @@ def tiers(most: int) -> list[int]:
     return [*(size for size in ROWS if size < most), most]
 
 
-def usual(coupled: bool) -> list[Asked]:
-    """The usual parameters: no temperature, temperature alone, or with any of top_k, top_p and min_p. `coupled` as in Asked."""
+def usual(coupled: bool) -> list[SamplingFeatures]:
+    """The usual parameters: no temperature, temperature alone, or with any of top_k, top_p and min_p. `coupled` as in SamplingFeatures."""
     cuts = ((True, 0, False), (False, 0, False), (False, 1, True))
     wanted = [
-        Asked(all_greedy=greedy, any_greedy=True, largest_k=top_k, any_top_p=top_p, any_min_p=top_p, all_coupled=coupled)
+        SamplingFeatures(all_greedy=greedy, any_greedy=True, largest_k=top_k, any_top_p=top_p, any_min_p=top_p, all_coupled=coupled)
         for greedy, top_k, top_p in cuts
     ]
     return [each.rounded() for each in wanted]
 
 
 class StepGraphs:
-    """`most` requests in one graph, at most. The widths are the engine's own, a token and all drafts of a request, those of a few less
-    deep chains, and a single row for steps that neither verify nor draft. Steps between them are masked: near the end of its text a
+    """`max_batch_size` requests in one graph, at most. The widths are the engine's own, a token and all drafts of a request, those of a few
+    less deep chains, and a single row for steps that neither verify nor draft. Steps between them are masked: near the end of its text a
     request has fewer drafts for a step or two, which is not worth a capture."""
 
-    def __init__(self, step: Step, sampling: SeatSampling, recorder: Recorder, most: int) -> None:
-        self.step, self.sampling, self.recorder, self.most = step, sampling, recorder, most
-        self.drafts = step.drafter.sizes.proposals(step.drafter.sizes.depth, plain=True)
+    def __init__(self, step: Step, sampling: SamplingState, recorder: GraphCapturer, most: int) -> None:
+        self.step, self.sampling, self.recorder, self.max_batch_size = step, sampling, recorder, most
+        self.drafts = step.drafter.sizes.max_draft_tokens(step.drafter.sizes.depth, plain=True)
         self.depths = sorted({depth for depth in DEPTHS if depth < self.drafts} | {self.drafts})
-        self.recorded: dict[Key, Recorded | None] = {}  # None: cannot be captured
+        self.recorded: dict[GraphKey, CapturedGraph | None] = {}  # None: cannot be captured
 
-    def again(self) -> StepGraphs:
+    def recapture(self) -> StepGraphs:
         """For what the step drafts with now, in the same memory."""
-        return StepGraphs(self.step, self.sampling, self.recorder, self.most)
+        return StepGraphs(self.step, self.sampling, self.recorder, self.max_batch_size)
 
     def replay(
-        self, seats: Seq[int], wanted: Seq[int], most: Seq[int], drafts: int, want: int, asked: Asked, trees: bool, deferred: bool = False,
-        kept: Seq[Seq[int]] = (), prompts: Prompts | None = None,
+        self, seats: Seq[int], wanted: Seq[int], most: Seq[int], drafts: int, draft_depth: int, features: SamplingFeatures, trees: bool,
+        deferred: bool = False, kept: Seq[Seq[int]] = (), prompts: Prompts | None = None,
     ) -> GraphOutput | None:  # fmt: skip
-        """`drafts` of the widest span; `want`: how deep the step drafts; `deferred`: as in Key; `kept`: Keep's numbers, where layers keep
-        states; `prompts`: the last ones of the requests. What it gives is overwritten by the next replay, on the device and in its order.
-        None: such a step cannot be captured, or its prompts are too long, and nothing was done."""
-        decoding, deepest = len(seats) - (0 if prompts is None else len(prompts.lengths)), want if any(wanted) else 0
+        """`drafts` of the widest span; `draft_depth`: how deep the step drafts; `deferred`: as in GraphKey; `kept`: numbers of
+        StateCheckpoints, where layers keep states; `prompts`: the last ones of the requests. What it gives is overwritten by the next
+        replay, on the device and in its order. None: such a step cannot be captured, or its prompts are too long, and nothing was done."""
+        decoding, deepest = len(seats) - (0 if prompts is None else len(prompts.lengths)), draft_depth if any(wanted) else 0
         if prompts is None:
-            key: Key | None = self.key(decoding, drafts, deepest, asked, trees, deferred)
+            key: GraphKey | None = self.key(decoding, drafts, deepest, features, trees, deferred)
         elif decoding:
-            key = self.mixed_key(decoding, drafts, deepest, asked, prompts, deferred)
+            key = self.mixed_key(decoding, drafts, deepest, features, prompts, deferred)
         else:
-            key = self.prompt_key(prompts, deepest, asked)
-        recorded = None if key is None else self.recorded[key] if key in self.recorded else self.record(key)
+            key = self.prompt_key(prompts, deepest, features)
+        recorded = None if key is None else self.recorded[key] if key in self.recorded else self.capture(key)
         if key is None or recorded is None:
             return None
         # A chain's number of drafts is its depth, and those who are limited otherwise are not captured.
@@ -203,7 +203,7 @@ class StepGraphs:
         """Whether prompts are computed in the same pass as requests that decode, whose drafts are chains."""
         return not self.step.drafter.sizes.trees
 
-    def prompt_key(self, prompts: Prompts, deepest: int, asked: Asked) -> Key | None:
+    def prompt_key(self, prompts: Prompts, deepest: int, features: SamplingFeatures) -> GraphKey | None:
         """Of prompts alone. None: there are too many rows, or requests."""
         if (bucket := prompts.bucket(PROMPTS)) is None:
             return None
@@ -211,29 +211,31 @@ class StepGraphs:
         depth = self.depth_of(deepest) if deepest else 0
         # Seats in which drafts once branched, or not, and all parameters alike: it is few requests' sampling.
         trees = self.step.drafter.sizes.branching
-        return Key(0, 0, depth, trees, asked.general, rows=rows, spans=spans, resumed=bool(prompts.resumed))
+        return GraphKey(0, 0, depth, trees, features.general, rows=rows, spans=spans, resumed=bool(prompts.resumed))
 
-    def mixed_key(self, requests: int, drafts: int, deepest: int, asked: Asked, prompts: Prompts, deferred: bool) -> Key | None:
+    def mixed_key(
+        self, requests: int, drafts: int, deepest: int, features: SamplingFeatures, prompts: Prompts, deferred: bool
+    ) -> GraphKey | None:
         """Of prompts beside so many requests that decode. None: there are too many rows, or requests."""
         if (bucket := prompts.bucket(MIXED_PROMPTS)) is None:
             return None
-        key = self.key(next(size for size in self.mixed_tiers if size >= requests), drafts, deepest, asked, False, deferred)
-        sampling = asked.rounded() if asked.all_greedy else asked.general
+        key = self.key(next(size for size in self.mixed_tiers if size >= requests), drafts, deepest, features, False, deferred)
+        sampling = features.rounded() if features.all_greedy else features.general
         # Whatever the prompts follow: a pass of the draft model over one row of each costs less than twice as many captures.
         resumed = self.step.drafter.lag is not None
-        return replace(key, asked=sampling, rows=bucket[0], spans=bucket[1], resumed=resumed)
+        return replace(key, features=sampling, rows=bucket[0], spans=bucket[1], resumed=resumed)
 
     @property
     def mixed_tiers(self) -> list[int]:
-        return [size for size in tiers(self.most) if size in MIXED_ROWS or size == self.most]
+        return [size for size in tiers(self.max_batch_size) if size in MIXED_ROWS or size == self.max_batch_size]
 
-    def mixed_keys(self, asked: Asked, depth: int, budget: int, above: int, deferred: bool) -> Iterator[Key]:
-        """Of steps of `budget` rows, at most, with prompts beside more than `above` requests that draft so deep; the largest first."""
+    def mixed_keys(self, features: SamplingFeatures, depth: int, budget: int, above: int, deferred: bool) -> Iterator[GraphKey]:
+        """Of steps of `budget` rows at most, with prompts beside more than `above` requests that draft so deep; the largest first."""
         for before, size in reversed([*pairwise([0, *self.mixed_tiers])]):
-            decoding = (before + 1) * self.key(size, depth, depth, asked, False).width
+            decoding = (before + 1) * self.key(size, depth, depth, features, False).width
             for rows, spans in reversed(MIXED_PROMPTS) if size > above else ():
                 prompts = Prompts([min(rows - spans, budget - decoding)], [])
-                key = self.mixed_key(size, depth, depth, asked, prompts, deferred) if budget > decoding else None
+                key = self.mixed_key(size, depth, depth, features, prompts, deferred) if budget > decoding else None
                 if key is not None:
                     yield key
 
@@ -248,45 +250,45 @@ class StepGraphs:
         *shallower, deepest = self.used_depths
         return next((depth for depth in shallower if depth >= drafts), deepest)
 
-    def key(self, requests: int, drafts: int, deepest: int, asked: Asked, trees: bool, deferred: bool = False) -> Key:
+    def key(self, requests: int, drafts: int, deepest: int, features: SamplingFeatures, trees: bool, deferred: bool = False) -> GraphKey:
         assert drafts <= self.drafts
-        size = next(tier for tier in tiers(self.most) if tier >= requests)
+        size = next(tier for tier in tiers(self.max_batch_size) if tier >= requests)
         if drafts == 0 and deepest == 0:
-            return Key(size, 1, 0, False, asked.rounded(), deferred)
+            return GraphKey(size, 1, 0, False, features.rounded(), deferred)
         # The step in which the depth changes is as wide as the deeper one.
         depth, sizes = self.depth_of(max(drafts, deepest)), self.step.drafter.sizes
-        return Key(size, (self.drafts if sizes.trees or sizes.always_free else depth) + 1, depth, trees, asked.rounded())
+        return GraphKey(size, (self.drafts if sizes.trees or sizes.always_free else depth) + 1, depth, trees, features.rounded())
 
-    def record_all(
-        self, asked: Seq[Asked], trees: bool, plain_above: int | None = None, adaptive: bool = False,
+    def capture_all(
+        self, features: Seq[SamplingFeatures], trees: bool, plain_above: int | None = None, adaptive: bool = False,
         prompts: int = PROMPTS[-1][0], shared: bool = False,
     ) -> None:  # fmt: skip
         """Every tier, the largest first: the memory of the others fits into its own. `plain_above`: with more requests than that the
         engine drafts nothing. `adaptive`: it drafts as deep as it thinks best. `prompts`: rows of a step, at most; `shared`: some may
         follow pages of another request."""
-        sizes, deferred = tiers(self.most)[::-1], self.step.drafter.sizes.deferred > 0
+        sizes, deferred = tiers(self.max_batch_size)[::-1], self.step.drafter.sizes.max_deferred_tokens > 0
         depths = self.depths[::-1] if adaptive and self.drafts else [self.drafts]
-        keys = [self.key(size, depth, depth, each, trees) for size in sizes for depth in depths for each in asked]
+        keys = [self.key(size, depth, depth, each, trees) for size in sizes for depth in depths for each in features]
         if adaptive and self.drafts:
             plain_above = 0
         if plain_above is not None:
-            keys += [self.key(size, 0, 0, each, False, deferred) for size in sizes if size > plain_above for each in asked]
+            keys += [self.key(size, 0, 0, each, False, deferred) for size in sizes if size > plain_above for each in features]
             depths = [*depths, 0]
         for depth in depths if self.has_mixed_steps else []:
             above = 0 if depth or plain_above is None else plain_above
-            keys += [key for each in asked for key in self.mixed_keys(each, depth, prompts, above, deferred and not depth)]
+            keys += [key for each in features for key in self.mixed_keys(each, depth, prompts, above, deferred and not depth)]
         both = ([], [0])[: 1 + (shared or self.step.drafter.lag == 0)]
         for rows in sorted({min(rows - spans, prompts) for rows, spans in PROMPTS}, reverse=True):
             alone = [Prompts([rows], resumed) for resumed in both]
-            keys += [key for depth in depths for each in asked for one in alone if (key := self.prompt_key(one, depth, each))]
+            keys += [key for depth in depths for each in features for one in alone if (key := self.prompt_key(one, depth, each))]
         keys = list(dict.fromkeys(keys))
         for number, key in enumerate(keys, 1):
-            self.record(key)
+            self.capture(key)
             if number % LOG_EVERY == 0 or number == len(keys):
-                log.info("captured %d of %d steps, for up to %d requests", number, len(keys), self.most)
+                log.info("captured %d of %d steps, for up to %d requests", number, len(keys), self.max_batch_size)
 
     @torch.inference_mode()
-    def record(self, key: Key) -> Recorded | None:
+    def capture(self, key: GraphKey) -> CapturedGraph | None:
         step, device = self.step, self.step.seats.device
         fillers = [step.seats.padding, 0, 0, *([0, 0] if step.states is not None else [])]
         request_numbers = torch.empty(len(fillers), key.requests + key.spans, dtype=torch.int64, device=device)
@@ -303,10 +305,10 @@ class StepGraphs:
             drafts = step.propose(rows, computed)
             if drafts is None:
                 return GraphOutput(computed.columns, computed.table, None, False, key.requests)
-            return GraphOutput(computed.columns, computed.table, drafts.count, drafts.tree is not None, key.requests)
+            return GraphOutput(computed.columns, computed.table, drafts.num_draft_tokens, drafts.tree is not None, key.requests)
 
         try:
-            self.recorded[key] = Recorded(request_numbers, prompt_numbers, layout, *self.recorder.record(body))
+            self.recorded[key] = CapturedGraph(request_numbers, prompt_numbers, layout, *self.recorder.capture(body))
             log.debug("captured a step: %s", key)
         except CaptureFailed as failure:
             self.recorded[key] = None
@@ -315,35 +317,37 @@ class StepGraphs:
             log.warning("a step cannot be captured and is launched each time: %s: %s: %s", key, type(why).__name__, first)
         return self.recorded[key]
 
-    def layout(self, key: Key) -> RowLayout:
+    def layout(self, key: GraphKey) -> RowLayout:
         """Of requests that have equally many rows. Not from the cache, which forgets."""
         sizes = self.step.drafter.sizes
         spans = ((1, key.width - 1, True),) * key.requests
         return row_layout.__wrapped__(spans, self.step.seats.device, sizes.depth if sizes.branching else None)
 
-    def rows(self, key: Key, request_numbers: Tensor, prompt_numbers: Tensor | None, layout: RowLayout | None) -> Rows:
+    def rows(self, key: GraphKey, request_numbers: Tensor, prompt_numbers: Tensor | None, layout: RowLayout | None) -> BatchInputs:
         """`request_numbers`, `prompt_numbers`, `layout`: see Recorded."""
         parts, resumed = list(request_numbers.unbind(0)), None
-        seat_ids, each, most = parts[:3]
-        keep = None if self.step.states is None else Keep(*parts[3:5])
+        req_indices, each, most = parts[:3]
+        keep = None if self.step.states is None else StateCheckpoints(*parts[3:5])
         if prompt_numbers is not None:
             lengths, real, after_others = prompt_numbers.unbind(0)
             prompts = prompt_layout(lengths, real, key.rows)
             layout, resumed = prompts if layout is None else mixed_layout(layout, prompts), after_others if key.resumed else None
         assert layout is not None
-        return Rows(
+        return BatchInputs(
             layout,
-            seat_ids,
+            req_indices,
             None,
-            Want(each, key.deepest, most if self.step.drafter.sizes.trees else None, key.deferred, not key.deferred or key.rows > 0),
+            DraftTargets(
+                each, key.max_steps, most if self.step.drafter.sizes.trees else None, key.defers_kv, not key.defers_kv or key.rows > 0
+            ),
             key.trees,
-            BatchSampler(self.sampling, key.asked),
+            BatchSampler(self.sampling, key.features),
             resumed,
-            keep=keep,
+            checkpoints=keep,
         )
 
 
-def padded(numbers: Seq[int], decoding: int, filler: int, key: Key) -> list[int]:
+def padded(numbers: Seq[int], decoding: int, filler: int, key: GraphKey) -> list[int]:
     """One of each request, of which so many decode, up to what the graph of `key` has of both kinds."""
     prompts = [*numbers[decoding:], *[filler] * key.spans][: key.spans]
     return [*numbers[:decoding], *[filler] * (key.requests - decoding), *prompts]

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.errors import EngineDead
+from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.protocols.parallel import ComputeExperts, Peers
-from mtpserve.core.pulse import PULSE
 from mtpserve.runtime.parallel.expert_load import ExpertLoad
 from mtpserve.runtime.parallel.placement import ExpertPlacement
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.protocols.grammars import Grammar
-from mtpserve.runtime.records import Record
+from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.transfer import pinned
 
 
 class GrammarRules:
-    def __init__(self, records: Seq[Record], vocab: int) -> None:
+    def __init__(self, requests: Seq[RunnerRequest], vocab: int) -> None:
         """The grammars were advanced to the end of what was read."""
         self.vocab = vocab
-        self.by_seat: dict[int, Grammar] = {record.seat: record.grammar for record in records if record.grammar is not None}
+        self.by_seat: dict[int, Grammar] = {request.req_idx: request.grammar for request in requests if request.grammar is not None}
 
     def __bool__(self) -> bool:
         return bool(self.by_seat)
@@ -29,16 +29,16 @@ class GrammarRules:
     def apply(self, logits: Tensor, raw: Tensor, owners: list[int], since: list[list[int]]) -> Tensor:
         """`owners` are the rows' seats, `since` the tokens between what the grammars know and the row."""
         rows_of: dict[int, list[int]] = {}
-        for row, seat in enumerate(owners):
-            if seat in self.by_seat:
-                rows_of.setdefault(seat, []).append(row)
+        for row, req_idx in enumerate(owners):
+            if req_idx in self.by_seat:
+                rows_of.setdefault(req_idx, []).append(row)
         if not rows_of:
             return logits
         order = [row for rows in rows_of.values() for row in rows]
         words = np.empty((len(order), -(-self.vocab // 32)), dtype=np.int32)
         done = 0
-        for seat, rows in rows_of.items():
-            self.by_seat[seat].masks([since[row] for row in rows], words[done : done + len(rows)])
+        for req_idx, rows in rows_of.items():
+            self.by_seat[req_idx].masks([since[row] for row in rows], words[done : done + len(rows)])
             done += len(rows)
         allowed = pinned(self.unpacked(words), logits.device).to(logits.device, non_blocking=True)
         masked = logits[order].masked_fill(~allowed, -torch.inf)
@@ -55,10 +55,10 @@ class GrammarRules:
 
     def forced(self, limit: int, seats: list[int], fresh: Mapping[int, list[int]]) -> list[list[int]] | None:
         """Per seat the tokens that its grammar forces after what is committed; None where none of them has a grammar."""
-        if not any(seat in self.by_seat for seat in seats):
+        if not any(req_idx in self.by_seat for req_idx in seats):
             return None
         tokens = []
-        for seat in seats:
-            grammar = self.by_seat.get(seat)
-            tokens.append([] if grammar is None else grammar.forced(fresh.get(seat, []), limit))
+        for req_idx in seats:
+            grammar = self.by_seat.get(req_idx)
+            tokens.append([] if grammar is None else grammar.forced(fresh.get(req_idx, []), limit))
         return tokens

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Seats, Verdict
+from mtpserve.core.batch import Batch, RequestTensors, VerifyOutput
 from mtpserve.core.protocols.logits_processor import LogitsProcessor
-from mtpserve.runtime.records import Record
+from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.grammar import GrammarRules
 from mtpserve.runtime.transfer import upload
 
@@ -27,9 +27,15 @@ class LogitRules:
     """The tables [seats, vocabulary] exist from the first request on that needs them."""
 
     def __init__(
-        self, seats: Seats, number: int, vocab: int, eos_ids: Collection[int], processors: Seq[LogitsProcessor], device: torch.device
+        self,
+        req_tensors: RequestTensors,
+        number: int,
+        vocab: int,
+        eos_ids: Collection[int],
+        processors: Seq[LogitsProcessor],
+        device: torch.device,
     ) -> None:
-        self.seats, self.vocab, self.eos_ids, self.processors, self.device = seats, vocab, tuple(eos_ids), processors, device
+        self.seats, self.vocab, self.eos_ids, self.processors, self.device = req_tensors, vocab, tuple(eos_ids), processors, device
         self.number = number
         self.bias: Tensor | None = None  # float32, added
         self.prompt: Tensor | None = None  # bool, is in the prompt
@@ -47,39 +53,39 @@ class LogitRules:
             self.bias = torch.zeros(self.number, self.vocab, device=self.device)
         return self.bias
 
-    def count(self, seat: int, tokens: Tensor, prompt_len: int) -> None:
+    def count(self, req_idx: int, tokens: Tensor, prompt_len: int) -> None:
         """Take up a request with penalties: `tokens` [n] on the device, output that it has already included."""
         if self.prompt is None or self.counts is None:
             self.prompt = torch.zeros(self.number, self.vocab, dtype=torch.bool, device=self.device)
             self.counts = torch.zeros(self.number, self.vocab, dtype=torch.int64, device=self.device)
         output = tokens[prompt_len:]
-        self.prompt[seat].zero_().index_fill_(0, tokens[:prompt_len], True)
-        self.counts[seat].zero_().index_add_(0, output, torch.ones_like(output))
+        self.prompt[req_idx].zero_().index_fill_(0, tokens[:prompt_len], True)
+        self.counts[req_idx].zero_().index_add_(0, output, torch.ones_like(output))
 
-    def groups(self, records: Seq[Record]) -> RuleGroups | None:
+    def groups(self, requests: Seq[RunnerRequest]) -> RuleGroups | None:
         """None: no rule applies to any of these requests."""
-        if not self.processors and not any(record.has_rules for record in records):
+        if not self.processors and not any(request.has_rules for request in requests):
             return None
         worded: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         waiting: dict[tuple[int, ...], list[int]] = {}
-        for record in records:
-            if record.words:
-                worded.setdefault(record.words, []).append(record.seat)
-            if record.waits:
-                params = record.sampling
+        for request in requests:
+            if request.bad_words:
+                worded.setdefault(request.bad_words, []).append(request.req_idx)
+            if request.is_below_min_tokens:
+                params = request.sampling
                 ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)})
-                waiting.setdefault(tuple(ends), []).append(record.seat)
+                waiting.setdefault(tuple(ends), []).append(request.req_idx)
         return RuleGroups(worded, waiting)
 
 
-def biases(record: Record) -> dict[int, float]:
+def biases(request: RunnerRequest) -> dict[int, float]:
     """Token → what its logit gets in every row of the request. Tokens that are not named get 0, or -inf where some are allowed."""
-    params = record.sampling
+    params = request.sampling
     made = dict.fromkeys(params.allowed_token_ids, 0.0)
     others = -torch.inf if params.allowed_token_ids else 0.0
     for token, bias in params.logit_bias.items():
         made[token] = made.get(token, others) + bias
-    return made | {word[0]: -torch.inf for word in record.admission.bad_words if len(word) == 1}
+    return made | {word[0]: -torch.inf for word in request.new_request.bad_words if len(word) == 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,65 +116,71 @@ class Words:
 class BatchRules:
     """The rules of one step's requests. Rows of requests without rules pass through unchanged, to the last bit."""
 
-    def __init__(self, rules: LogitRules, records: Seq[Record], groups: RuleGroups, lists: Seq[Tensor]) -> None:
+    def __init__(self, rules: LogitRules, requests: Seq[RunnerRequest], groups: RuleGroups, lists: Seq[Tensor]) -> None:
         """`lists` are those of the groups, on the device."""
         self.rules, self.seats = rules, rules.seats
-        self.by_seat = {record.seat: record for record in records}
+        self.by_seat = {request.req_idx: request for request in requests}
         self.fresh: dict[int, list[int]] = {}  # tokens committed by this step's verdict, which the records do not have yet
-        self.any_bias = any(record.asks_bias for record in records)
-        self.any_penalty = any(record.asks_penalty for record in records)
+        self.any_bias = any(request.has_bias for request in requests)
+        self.any_penalty = any(request.has_penalty for request in requests)
         parts: Iterator[Tensor] = iter(lists)
         self.worded = [Words(words, next(parts), [next(parts) for _ in words]) for words in groups.worded]
         self.waiting = [(next(parts), next(parts)) for _ in groups.waiting]  # seats, stop tokens
-        self.grammars = GrammarRules(records, rules.vocab)
+        self.grammars = GrammarRules(requests, rules.vocab)
 
-    def apply(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
+    def apply(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
         raw = logits
         if self.any_bias:
             assert self.rules.bias is not None
-            logits = logits + self.rules.bias[seat_ids]
+            logits = logits + self.rules.bias[req_indices]
         for words in self.worded:
-            logits = self.without_words(logits, words, seat_ids, path, count)
+            logits = self.without_words(logits, words, req_indices, path, count)
         for seats, ends in self.waiting:
-            logits = self.without_end(logits, ends, torch.isin(seat_ids, seats), seat_ids, count)
+            logits = self.without_end(logits, ends, torch.isin(req_indices, seats), req_indices, count)
         if self.any_penalty:
-            logits = self.penalised(logits, seat_ids, path, count)
+            logits = self.penalised(logits, req_indices, path, count)
         if not self.rules.processors and not self.grammars:
             return logits
-        owners, paths = seat_ids.tolist(), path.tolist()
-        since = [[*self.fresh.get(seat, ()), *row[:n]] for seat, row, n in zip(owners, paths, count.tolist(), strict=True)]
+        owners, paths = req_indices.tolist(), path.tolist()
+        since = [[*self.fresh.get(req_idx, ()), *row[:n]] for req_idx, row, n in zip(owners, paths, count.tolist(), strict=True)]
         for processor in self.rules.processors:
             logits = self.customised(logits, processor, owners, since)
         return self.grammars.apply(logits, raw, owners, since)
 
-    def advance(self, batch: Batch, verdict: Verdict) -> None:
+    def advance(self, batch: Batch, verify_output: VerifyOutput) -> None:
         """Called before the seats move on."""
         if self.any_penalty:
             assert self.rules.counts is not None
-            place = torch.arange(verdict.tokens.shape[1], device=verdict.tokens.device)
-            kept = (place <= verdict.accepted.unsqueeze(1)) & batch.samples.bool().unsqueeze(1)
-            seats = batch.seat_ids.unsqueeze(1).expand_as(verdict.tokens)
-            self.rules.counts.index_put_((seats, verdict.tokens), kept.long(), accumulate=True)
+            place = torch.arange(verify_output.tokens.shape[1], device=verify_output.tokens.device)
+            kept = (place <= verify_output.num_accepted_tokens.unsqueeze(1)) & batch.samples.bool().unsqueeze(1)
+            seats = batch.req_indices.unsqueeze(1).expand_as(verify_output.tokens)
+            self.rules.counts.index_put_((seats, verify_output.tokens), kept.long(), accumulate=True)
         if self.rules.processors or self.grammars:
-            rows = zip(batch.seat_ids.tolist(), verdict.tokens.tolist(), verdict.accepted.tolist(), batch.samples.tolist(), strict=True)
-            self.fresh = {seat: tokens[: accepted + 1] if samples else [] for seat, tokens, accepted, samples in rows}
+            rows = zip(
+                batch.req_indices.tolist(),
+                verify_output.tokens.tolist(),
+                verify_output.num_accepted_tokens.tolist(),
+                batch.samples.tolist(),
+                strict=True,
+            )
+            self.fresh = {req_idx: tokens[: accepted + 1] if samples else [] for req_idx, tokens, accepted, samples in rows}
 
-    def forced(self, limit: int, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        forced = self.grammars.forced(limit, seat_ids.tolist(), self.fresh)
+    def forced(self, limit: int, req_indices: Tensor) -> tuple[Tensor, Tensor] | None:
+        forced = self.grammars.forced(limit, req_indices.tolist(), self.fresh)
         if forced is None:
             return None
         padded = [tokens + [0] * (limit - len(tokens)) for tokens in forced]
-        return upload(padded, seat_ids.device), upload([len(tokens) for tokens in forced], seat_ids.device)
+        return upload(padded, req_indices.device), upload([len(tokens) for tokens in forced], req_indices.device)
 
     # -- the rules ------------------------------------------------------------------------------------------------------------
 
-    def without_words(self, logits: Tensor, words: Words, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
+    def without_words(self, logits: Tensor, words: Words, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
         """A word's last token is forbidden where the output ends with the rest of it."""
-        owned, longest = torch.isin(seat_ids, words.seats), max(map(len, words.before))
-        length = self.seats.length[seat_ids]
+        owned, longest = torch.isin(req_indices, words.seats), max(map(len, words.before))
+        length = self.seats.num_tokens[req_indices]
         tail = length.unsqueeze(1) - longest + torch.arange(longest, device=logits.device)
-        history = torch.cat([self.seats.tokens[seat_ids.unsqueeze(1), tail.clamp(min=0)], path], 1)
-        written = length + count - self.seats.prompt_length(seat_ids)
+        history = torch.cat([self.seats.tokens[req_indices.unsqueeze(1), tail.clamp(min=0)], path], 1)
+        written = length + count - self.seats.num_prompt_tokens(req_indices)
         logits = logits.clone()
         for word, rest in zip(words.words, words.before, strict=True):
             before = len(rest)
@@ -177,35 +189,35 @@ class BatchRules:
             logits[:, word[-1]].masked_fill_(same & (written >= before) & owned, -torch.inf)
         return logits
 
-    def without_end(self, logits: Tensor, ends: Tensor, owned: Tensor, seat_ids: Tensor, count: Tensor) -> Tensor:
-        written = self.seats.length[seat_ids] + count - self.seats.prompt_length(seat_ids)
-        early = owned & (written < self.rules.least[seat_ids])
+    def without_end(self, logits: Tensor, ends: Tensor, owned: Tensor, req_indices: Tensor, count: Tensor) -> Tensor:
+        written = self.seats.num_tokens[req_indices] + count - self.seats.num_prompt_tokens(req_indices)
+        early = owned & (written < self.rules.least[req_indices])
         logits = logits.clone()
         logits[:, ends] = logits[:, ends].masked_fill(early.unsqueeze(1), -torch.inf)
         return logits
 
-    def penalised(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
+    def penalised(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
         """Repetition as in CTRL (Keskar et al. 2019, https://arxiv.org/abs/1909.05858), frequency and presence as OpenAI documents."""
         assert self.rules.prompt is not None and self.rules.counts is not None
-        repetition, frequency, presence = self.rules.penalties[seat_ids].unsqueeze(2).unbind(1)
-        counts = self.rules.counts[seat_ids]
+        repetition, frequency, presence = self.rules.penalties[req_indices].unsqueeze(2).unbind(1)
+        counts = self.rules.counts[req_indices]
         on_path = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
         counts = counts.scatter_add(1, path.masked_fill(~on_path, 0), on_path.long())
         present = counts > 0
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(present | self.rules.prompt[seat_ids], repeated, logits)
+        logits = torch.where(present | self.rules.prompt[req_indices], repeated, logits)
         return logits - frequency * counts - presence * present
 
     def customised(self, logits: Tensor, processor: LogitsProcessor, owners: list[int], since: list[list[int]]) -> Tensor:
-        """`owners` are the rows' seats, `since` the tokens between what the records have and the row."""
+        """`owners` are the rows' requests, `since` the tokens between what the records have and the row."""
         out = logits.clone()
-        for row, (seat, path) in enumerate(zip(owners, since, strict=True)):
-            record = self.by_seat[seat]
+        for row, (req_idx, path) in enumerate(zip(owners, since, strict=True)):
+            request = self.by_seat[req_idx]
             try:
-                made = processor(record.tokens + path, record.prompt_len, record.sampling.custom_params, logits[row])
+                made = processor(request.tokens + path, request.num_prompt_tokens, request.sampling.custom_params, logits[row])
                 out[row] = made
             except Exception:
                 # The operator's code failed for this request: it ends, as one whose numbers went bad, and no other does.
-                log.exception("logits processor %s failed for request %s", type(processor).__name__, record.id)
+                log.exception("logits processor %s failed for request %s", type(processor).__name__, request.id)
                 out[row].fill_(torch.nan)
         return out

@@ -17,13 +17,13 @@ import torch
 from mtpserve_kernels.noise import finalise, keyed, noise, unit
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, SeatParameters, Verdict
-from mtpserve.runtime.records import Record
+from mtpserve.core.batch import Batch, SamplingTensors, VerifyOutput
+from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.rules import BatchRules, LogitRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SamplingFeatures:
     """What a batch's requests need of the sampler, all together: what none of them needs is skipped."""
 
     all_greedy: bool = False
@@ -36,21 +36,21 @@ class Asked:
     top_logprobs: int | None = None
 
     @classmethod
-    def of(cls, records: Seq[Record], coupled: bool) -> Asked:
+    def of(cls, requests: Seq[RunnerRequest], coupled: bool) -> SamplingFeatures:
         """`coupled`: all requests' proposals are point masses."""
-        params = [record.sampling for record in records]
+        params = [request.sampling for request in requests]
         return cls(
             all_greedy=all(p.greedy for p in params),
             any_greedy=any(p.greedy for p in params),
             largest_k=max((p.top_k for p in params), default=0),
             any_top_p=any(p.top_p < 1 for p in params),
             any_min_p=any(p.min_p > 0 for p in params),
-            any_coupled=any(record.admission.point_masses for record in records),
+            any_coupled=any(request.new_request.point_masses for request in requests),
             all_coupled=coupled,
             top_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
         )
 
-    def rounded(self) -> Asked:
+    def rounded(self) -> SamplingFeatures:
         """One for many: does the same for these requests, with a little more work, and there are few of them."""
         if self.all_greedy:
             return replace(self, any_greedy=True, largest_k=0, any_top_p=False, any_min_p=False, any_coupled=False)
@@ -59,12 +59,12 @@ class Asked:
         return replace(self, any_greedy=True, largest_k=largest, any_top_p=cuts, any_min_p=cuts)
 
     @property
-    def general(self) -> Asked:
+    def general(self) -> SamplingFeatures:
         """One for nearly all, with more work."""
         return replace(self, all_greedy=False, any_top_p=True).rounded()
 
 
-class SeatSampling:
+class SamplingState:
     """Every seat's parameters; one seat more than requests can run pads batches."""
 
     def __init__(self, seats: int, rules: LogitRules, device: torch.device) -> None:
@@ -85,8 +85,8 @@ class SeatSampling:
 class BatchSampler:
     """core.protocols.Sampler for the requests of one step."""
 
-    def __init__(self, seats: SeatSampling, asked: Asked, rules: BatchRules | None = None) -> None:
-        self.seats, self.asked, self.rules = seats, asked, rules
+    def __init__(self, seats: SamplingState, features: SamplingFeatures, rules: BatchRules | None = None) -> None:
+        self.seats, self.asked, self.rules = seats, features, rules
 
     @property
     def all_greedy(self) -> bool:
@@ -105,58 +105,58 @@ class BatchSampler:
         return self.rules is not None
 
     @property
-    def parameters(self) -> SeatParameters:
+    def parameters(self) -> SamplingTensors:
         seats, cuts = self.seats, (self.asked.largest_k > 0, self.asked.any_top_p, self.asked.any_min_p)
-        return SeatParameters(seats.temperature, seats.top_k, seats.top_p, seats.min_p, seats.seed, seats.coupled, *cuts)
+        return SamplingTensors(seats.temperature, seats.top_k, seats.top_p, seats.min_p, seats.seed, seats.coupled, *cuts)
 
-    def processed(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
-        return logits if self.rules is None else self.rules.apply(logits, seat_ids, path, count)
+    def processed(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
+        return logits if self.rules is None else self.rules.apply(logits, req_indices, path, count)
 
-    def forced(self, limit: int, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        return None if self.rules is None else self.rules.forced(limit, seat_ids)
+    def forced(self, limit: int, req_indices: Tensor) -> tuple[Tensor, Tensor] | None:
+        return None if self.rules is None else self.rules.forced(limit, req_indices)
 
-    def advance(self, batch: Batch, verdict: Verdict) -> None:
+    def advance(self, batch: Batch, verify_output: VerifyOutput) -> None:
         if self.rules is not None:
-            self.rules.advance(batch, verdict)
+            self.rules.advance(batch, verify_output)
 
-    def greedy(self, seat_ids: Tensor) -> Tensor:
-        return self.seats.temperature[seat_ids] == 0
+    def greedy(self, req_indices: Tensor) -> Tensor:
+        return self.seats.temperature[req_indices] == 0
 
-    def coupled(self, seat_ids: Tensor) -> Tensor | None:
+    def coupled(self, req_indices: Tensor) -> Tensor | None:
         if self.all_coupled:
-            return torch.ones_like(seat_ids, dtype=torch.bool)
-        return self.seats.coupled[seat_ids] if self.asked.any_coupled else None
+            return torch.ones_like(req_indices, dtype=torch.bool)
+        return self.seats.coupled[req_indices] if self.asked.any_coupled else None
 
-    def probs(self, logits: Tensor, seat_ids: Tensor) -> Tensor:
-        seats, asked = self.seats, self.asked
-        temperature = seats.temperature[seat_ids].unsqueeze(1)
+    def probs(self, logits: Tensor, req_indices: Tensor) -> Tensor:
+        seats, features = self.seats, self.asked
+        temperature = seats.temperature[req_indices].unsqueeze(1)
         greedy = temperature == 0
         # Divided after the maximum is taken off: a small temperature must not overflow.
         scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.masked_fill(greedy, 1.0)
-        if asked.largest_k > 0:
-            scaled = keep_top_k(scaled, seats.top_k[seat_ids], asked.largest_k)
+        if features.largest_k > 0:
+            scaled = keep_top_k(scaled, seats.top_k[req_indices], features.largest_k)
         p = scaled.softmax(-1)
-        if asked.any_top_p:
-            p = keep_top_p(p, seats.top_p[seat_ids].unsqueeze(1))
-        if asked.any_min_p:
-            min_p = seats.min_p[seat_ids].unsqueeze(1)
+        if features.any_top_p:
+            p = keep_top_p(p, seats.top_p[req_indices].unsqueeze(1))
+        if features.any_min_p:
+            min_p = seats.min_p[req_indices].unsqueeze(1)
             p = renormalised(p.masked_fill(p < min_p * p.amax(-1, keepdim=True), 0), min_p > 0)
-        if asked.any_greedy:
+        if features.any_greedy:
             point = torch.zeros_like(p).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
             p = torch.where(greedy, point, p)
         return p
 
-    def uniform(self, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
-        return unit(finalise(self.key(seat_ids.unsqueeze(1), index, stream)))
+    def uniform(self, req_indices: Tensor, index: Tensor, stream: int) -> Tensor:
+        return unit(finalise(self.key(req_indices.unsqueeze(1), index, stream)))
 
-    def race(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
-        return weights.double() / noise(self.key(seat_ids, index, stream), weights.shape[1])
+    def race(self, weights: Tensor, req_indices: Tensor, index: Tensor, stream: int) -> Tensor:
+        return weights.double() / noise(self.key(req_indices, index, stream), weights.shape[1])
 
-    def choose(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
-        return self.race(weights, seat_ids, index, stream).argmax(-1)
+    def choose(self, weights: Tensor, req_indices: Tensor, index: Tensor, stream: int) -> Tensor:
+        return self.race(weights, req_indices, index, stream).argmax(-1)
 
-    def key(self, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
-        return keyed(self.seats.seed[seat_ids], index, stream)
+    def key(self, req_indices: Tensor, index: Tensor, stream: int) -> Tensor:
+        return keyed(self.seats.seed[req_indices], index, stream)
 
 
 def keep_top_k(logits: Tensor, k: Tensor, largest: int) -> Tensor:

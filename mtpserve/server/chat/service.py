@@ -304,7 +304,7 @@ class StepReader:
                 self.error = event.error or "the request was aborted"
                 break
             step = self._step(event)
-            self.clock.tokens(len(step.tokens), event.times, event.cached)
+            self.clock.tokens(len(step.tokens), event.times, event.num_cached_tokens)
             self.started = self.started or bool(event.tokens)
             steps.append(step)
             if step.finish is not None:
@@ -322,7 +322,8 @@ class StepReader:
         if used < len(tokens):
             tokens, logprobs = tokens[:used], None if logprobs is None else logprobs[:used]
         step = StepOutput(
-            text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted, event.cached, event.offer
+            text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.num_accepted_tokens, event.num_cached_tokens,
+            event.offer
         )  # fmt: skip
         if step.proposal.tokens:
             self.clock.verified(len(step.proposal.tokens), len(step.kept))

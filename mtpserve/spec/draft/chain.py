@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
+from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.spec.draft.passes import DraftPasses
 
@@ -25,39 +25,43 @@ class ChainDrafter:
         self.passes, self.sizes, self.coupled = passes, sizes, coupled
         self.features, self.lag = passes.model.features, passes.model.lag
 
-    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
-        hidden = self.passes.joined(batch, hidden, verdict)
-        steps = min(want.deepest, self.sizes.steps)
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
+        hidden = self.passes.joined(batch, hidden, verify_output)
+        steps = min(draft_targets.max_steps, self.sizes.steps)
         if steps == 0:
-            self.passes.skip(batch, hidden, verdict, want)
+            self.passes.skip(batch, hidden, verify_output, draft_targets)
             return None
-        tokens, probs = (self.passes.draft_chain or one_by_one)(self.passes, batch, hidden, verdict, steps)
-        count = want.each if want.most is None else torch.minimum(want.each, want.most)
-        return Drafts(tokens, count if want.deepest <= steps else count.clamp(max=steps), probs)
+        tokens, probs = (self.passes.draft_chain or one_by_one)(self.passes, batch, hidden, verify_output, steps)
+        count = (
+            draft_targets.num_steps
+            if draft_targets.max_draft_tokens is None
+            else torch.minimum(draft_targets.num_steps, draft_targets.max_draft_tokens)
+        )
+        return Drafts(tokens, count if draft_targets.max_steps <= steps else count.clamp(max=steps), probs)
 
-    def catch_up(self, batch: Batch) -> None:
-        self.passes.catch_up(batch)
+    def store_deferred_kv(self, batch: Batch) -> None:
+        self.passes.store_deferred_kv(batch)
 
 
-def one_by_one(passes: DraftPasses, batch: Batch, hidden: Hidden, verdict: Verdict, steps: int) -> tuple[Tensor, Tensor | None]:
+def one_by_one(passes: DraftPasses, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, steps: int) -> tuple[Tensor, Tensor | None]:
     """spec.passes.DraftChain, by the passes of any draft model on any device."""
-    state, seat_ids = passes.absorb(batch, hidden, verdict)
-    sampler, seats, lookback = batch.sampler, batch.seats, passes.model.lag + 1
+    state, req_indices = passes.extend(batch, hidden, verify_output)
+    sampler, req_tensors, lookback = batch.sampler, batch.req_tensors, passes.model.lag + 1
     # positions[i] is length - lookback + i
-    positions, slots = passes.draft_positions(seats.length, seats.page_tables[0], seat_ids, lookback, steps)
+    positions, slots = passes.draft_positions(req_tensors.num_tokens, req_tensors.block_tables[0], req_indices, lookback, steps)
     tokens, probs, q = list[Tensor](), None, None
     for step in range(steps):
         if step:
             index = positions[step]
-            rows = passes.rows(batch, seat_ids, tokens[-1], index, index, slots[step - 1], positions[step + 1])
+            rows = passes.rows(batch, req_indices, tokens[-1], index, index, slots[step - 1], positions[step + 1])
             state = passes.step(rows, state.features, step)
         path = so_far(tokens, positions[lookback]) if sampler.has_rules else None
-        logits, columns = passes.logits(state.head, step, batch, seat_ids, path)
+        logits, columns = passes.logits(state.head, step, batch, req_indices, path)
         if not sampler.all_greedy and not sampler.all_coupled:
             # All in one table, so that they need not be put together afterwards: they are the largest numbers here.
             probs = logits.new_empty(logits.shape[0], steps, logits.shape[1]) if probs is None else probs
             q = probs[:, step]
-        token = passes.propose(logits, seat_ids, positions[step + lookback], sampler, q)
+        token = passes.propose(logits, req_indices, positions[step + lookback], sampler, q)
         tokens.append(token if columns is None else columns[token])
     return torch.stack(tokens, 1), probs
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Drafts, Hidden, Source, Verdict, Want
+from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, Source, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.protocols.models import Drafter
 from mtpserve.spec.draft.ngram import continued, predicted
@@ -30,38 +30,38 @@ class CombinedDrafter:
         self.features, self.lag = base.features, base.lag
         self.graph_safe = base.graph_safe and not self.sizes.always_free
 
-    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
-        drafts = self.base.draft(batch, hidden, verdict, want)
-        if want.deepest == 0 or self.sizes.free == 0:
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
+        drafts = self.base.draft(batch, hidden, verify_output, draft_targets)
+        if draft_targets.max_steps == 0 or self.sizes.free == 0:
             return drafts
-        seat_ids = batch.drafted(batch.seat_ids)
-        chains = self.chains(batch, seat_ids)
+        req_indices = batch.drafted(batch.req_indices)
+        chains = self.chains(batch, req_indices)
         if not chains:
             return drafts
         # A request that limits the depth to less than the base's limits its free drafts too.
-        allowed = torch.where(want.each >= self.sizes.steps, self.sizes.free, want.each)
+        allowed = torch.where(draft_targets.num_steps >= self.sizes.steps, self.sizes.free, draft_targets.num_steps)
         limited = [(tokens, torch.minimum(count, allowed), source) for tokens, count, source in chains]
-        return merge(drafts, len(seat_ids), limited, self.sizes)
+        return merge(drafts, len(req_indices), limited, self.sizes)
 
-    def catch_up(self, batch: Batch) -> None:
-        self.base.catch_up(batch)
+    def store_deferred_kv(self, batch: Batch) -> None:
+        self.base.store_deferred_kv(batch)
 
-    def chains(self, batch: Batch, seat_ids: Tensor) -> list[Chain]:
+    def chains(self, batch: Batch, req_indices: Tensor) -> list[Chain]:
         """The likeliest first: nodes may run out."""
         chains: list[Chain] = []
-        forced = batch.sampler.forced(self.sizes.free, seat_ids)
+        forced = batch.sampler.forced(self.sizes.free, req_indices)
         if forced is not None:
             chains.append((*forced, Source.GRAMMAR))
         if batch.predictions is None and not self.sizes.always_free:
             return chains
-        seats = batch.seats
-        length = seats.length[seat_ids]
+        req_tensors = batch.req_tensors
+        length = req_tensors.num_tokens[req_indices]
         if batch.predictions is not None:
             prediction, size = map(batch.drafted, batch.predictions)
-            tokens, prompt = seats.tokens[seat_ids, : int(length.max())], seats.prompt_length(seat_ids)
+            tokens, prompt = req_tensors.tokens[req_indices, : int(length.max())], req_tensors.num_prompt_tokens(req_indices)
             chains.append((*predicted(prediction, size, tokens, length, prompt, self.sizes.free), Source.PREDICTION))
         if self.sizes.always_free:
-            chains.append((*continued(seats.tokens, seat_ids, length, self.sizes.free), Source.NGRAM))
+            chains.append((*continued(req_tensors.tokens, req_indices, length, self.sizes.free), Source.NGRAM))
         return chains
 
 
@@ -71,7 +71,7 @@ def merge(drafts: Drafts | None, requests: int, chains: list[Chain], sizes: Draf
     tokens = torch.zeros(requests, room, dtype=torch.int64, device=device)
     parents, sources, count = tokens.clone(), tokens.clone(), tokens[:, 0].clone()
     if drafts is not None:
-        number, count = drafts.tokens.shape[1], drafts.count.clone()
+        number, count = drafts.tokens.shape[1], drafts.num_draft_tokens.clone()
         tokens[:, :number] = drafts.tokens
         parents[:, :number] = torch.arange(number, device=device) if drafts.tree is None else drafts.tree.parents
         sources[:, :number] = 0 if drafts.sources is None else drafts.sources

@@ -37,15 +37,18 @@ class FeatureHistory:
     def joined(self, batch: Batch, features: Tensor, accepted: Tensor, hand_on: HandOn = as_it_is) -> Tensor:
         """features [T, width] of rows that are chains, of which `accepted` [R] drafts count → [T, rows * width]. `hand_on`: from part
         `number` of each row [T, width] to what is part `number` + 1 of the row after it."""
-        self.first[batch.seat_ids] = batch.index[batch.cu_q[:-1]]
-        inside = (batch.index > self.first[batch.row_seats]).unsqueeze(1)  # the row before is in the same span
+        self.first[batch.req_indices] = batch.token_indices[batch.query_start_loc[:-1]]
+        inside = (batch.token_indices > self.first[batch.token_req_indices]).unsqueeze(1)  # the row before is in the same span
         above = (torch.arange(len(features), device=features.device) - 1).clamp(min=0)
-        before, ends, parts, kept = self.last[batch.row_seats], batch.last_row + accepted * batch.samples, [features], list[Tensor]()
+        before = self.last[batch.token_req_indices]
+        ends = batch.last_token_rows + accepted * batch.samples
+        parts = [features]
+        kept = list[Tensor]()
         for number in range(self.rows - 1):
             handed = hand_on(number, parts[-1])
             kept.append(handed[ends])
             parts.append(torch.where(inside, handed[above], before[:, number]))
-        self.last[batch.seat_ids] = torch.stack(kept, 1)
+        self.last[batch.req_indices] = torch.stack(kept, 1)
         return torch.cat(parts, 1)
 
     def resume(self, batch: Batch, boundary: BoundaryRows) -> None:
@@ -53,9 +56,9 @@ class FeatureHistory:
         that row itself. Of chained modules the former hand on only what they make of the span's first token."""
         for spans, again in ((batch.resumed, 0), (batch.unstored, 1)):
             if spans is not None:
-                seat_ids, first = batch.seat_ids[spans], batch.index[batch.cu_q[:-1][spans]]
-                found = self.split(boundary.before(batch.seats.slots(seat_ids, first - 1 + again)))
-                self.last[seat_ids] = found[:, again : again + self.rows - 1]
+                req_indices, first = batch.req_indices[spans], batch.token_indices[batch.query_start_loc[:-1][spans]]
+                found = self.split(boundary.before(batch.req_tensors.slot_mapping(req_indices, first - 1 + again)))
+                self.last[req_indices] = found[:, again : again + self.rows - 1]
 
     def split(self, joined: Tensor) -> Tensor:
         """[n, rows * width] → [n, rows, width]"""

@@ -33,8 +33,8 @@ def behind(rows: Batch, number: int) -> Batch:
         bits, start = (bits >> missing.unsqueeze(1)).flatten(), start - number + missing
     return rows._replace(
         positions=rows.positions - number,
-        index=rows.index - number,
-        kv_len=(rows.kv_len - number).clamp(min=1),
+        token_indices=rows.token_indices - number,
+        seq_lens=(rows.seq_lens - number).clamp(min=1),
         tree_bits=bits,
         tree_start=start,
         shift=rows.shift + number,
@@ -47,7 +47,7 @@ class ModuleChain:
     def __init__(self, model: ChainedModules, attention: AttentionBackend, history: FeatureHistory, boundary: BoundaryRows) -> None:
         self.model, self.attention, self.history, self.boundary = model, attention, history, boundary
 
-    def absorb(self, batch: Batch, rows: Batch, features: Tensor, accepted: Tensor) -> Hidden:
+    def extend(self, batch: Batch, rows: Batch, features: Tensor, accepted: Tensor) -> Hidden:
         """`rows`: of the tokens after the batch's; features [T, width] of the trunk's rows, of which `accepted` [R] drafts count → the
         first module's output, and what each row hands on."""
         outputs: list[Output] = []
@@ -58,15 +58,15 @@ class ModuleChain:
 
         joined = self.history.joined(batch, features, accepted, hand_on)
         last = self.history.split(joined)[:, -1]
-        self.model.fill_last(rows.ids, rows.positions, last, self.attention.plan(behind(rows, len(outputs))))
-        self.boundary.store(batch.slots, joined)
+        self.model.store_last_kv(rows.input_ids, rows.positions, last, self.attention.plan(behind(rows, len(outputs))))
+        self.boundary.store(batch.slot_mapping, joined)
         return Hidden(outputs[0].head, torch.cat([output.features for output in outputs], 1))
 
     def resume(self, rows: Batch, joined: Tensor) -> None:
         """The first row of each of some requests, `joined` [n, Features.width] beside the page before it: what it hands on is kept."""
         handed = self.step(rows, joined, 0).features
         assert handed is not None
-        self.history.last[rows.seat_ids] = handed.view(len(handed), -1, self.history.width)
+        self.history.last[rows.req_indices] = handed.view(len(handed), -1, self.history.width)
 
     def step(self, rows: Batch, state: Tensor, depth: int) -> Hidden:
         """`state` [n, modules left * width]: what the rows before handed on to the modules from `depth` on."""
@@ -75,13 +75,13 @@ class ModuleChain:
             outputs.append(self.module(number, rows, part))
         last = depth + len(outputs)
         if outputs:
-            self.model.fill_last(rows.ids, rows.positions, parts[-1], self.attention.plan(behind(rows, last)))
+            self.model.store_last_kv(rows.input_ids, rows.positions, parts[-1], self.attention.plan(behind(rows, last)))
             return Hidden(outputs[0].head, torch.cat([output.features for output in outputs], 1))
         return Hidden(self.module(last, rows, parts[-1]).head, None)
 
     def module(self, number: int, rows: Batch, part: Tensor) -> Output:
         seen = behind(rows, number)
-        head, features = self.model.module(number, rows.ids, rows.positions, part, self.attention.plan(seen))
+        head, features = self.model.module(number, rows.input_ids, rows.positions, part, self.attention.plan(seen))
         assert features is not None
         # What void rows give becomes keys and values, too. Nobody counts them, but zero times what they hold must be zero.
         return Output(head, features.masked_fill((seen.positions < 0).unsqueeze(1), 0))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.arch.model import Features
-from mtpserve.core.batch import Batch, Drafts, Hidden, Source, Verdict, Want
+from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, Source, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 
 LONGEST = 4  # tokens of the longest n-gram; shorter ones are used if it does not occur
@@ -25,23 +25,25 @@ class NGramDrafter:
     def __init__(self, sizes: DraftSizes) -> None:
         self.sizes = sizes
 
-    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
-        if want.deepest == 0:
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
+        if draft_targets.max_steps == 0:
             return None
-        seat_ids = batch.drafted(batch.seat_ids)
-        tokens, count = continued(batch.seats.tokens, seat_ids, batch.seats.length[seat_ids], min(want.deepest, self.sizes.steps))
-        count = torch.minimum(count, want.each)
-        count = count if want.most is None else torch.minimum(count, want.most)
+        req_indices = batch.drafted(batch.req_indices)
+        tokens, count = continued(
+            batch.req_tensors.tokens, req_indices, batch.req_tensors.num_tokens[req_indices], min(draft_targets.max_steps, self.sizes.steps)
+        )
+        count = torch.minimum(count, draft_targets.num_steps)
+        count = count if draft_targets.max_draft_tokens is None else torch.minimum(count, draft_targets.max_draft_tokens)
         return Drafts(tokens, count, sources=torch.full_like(tokens, Source.NGRAM))
 
-    def catch_up(self, batch: Batch) -> None:
+    def store_deferred_kv(self, batch: Batch) -> None:
         """There is no draft model."""
 
 
-def continued(tokens: Tensor, seat_ids: Tensor, length: Tensor, number: int) -> tuple[Tensor, Tensor]:
+def continued(tokens: Tensor, req_indices: Tensor, length: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """tokens [seats, n], length [D] → proposals [D, number], and how many of them are valid [D]."""
     longest = int(length.max())
-    own = tokens[seat_ids, :longest]
+    own = tokens[req_indices, :longest]
     ends = last_of(own, length, LONGEST)
     # The end of the text itself is not an earlier occurrence.
     place = follow(own, length - 1, ends, length)
@@ -49,7 +51,7 @@ def continued(tokens: Tensor, seat_ids: Tensor, length: Tensor, number: int) -> 
 
 
 def predicted(prediction: Tensor, size: Tensor, tokens: Tensor, length: Tensor, prompt: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """The same from the client's prediction: prediction [D, n], of which `size` [D] are valid; tokens [D, m], of which `length` [D].
+    """The same from the client's prediction: prediction [D, n], of which `size` [D] are valid; tokens [D, m], of which `num_tokens` [D].
 
     While there is no output to look up, the beginning of the prediction is proposed.
     """
@@ -60,7 +62,7 @@ def predicted(prediction: Tensor, size: Tensor, tokens: Tensor, length: Tensor, 
 
 
 def last_of(tokens: Tensor, length: Tensor, number: int) -> Tensor:
-    """tokens [D, n] → the last `number` before `length` [D]; -1 for those before the beginning."""
+    """tokens [D, n] → the last `number` before `num_tokens` [D]; -1 for those before the beginning."""
     place = length.unsqueeze(1) - number + torch.arange(number, device=length.device)
     return tokens.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
 

@@ -12,7 +12,8 @@ So a page of the trunk or of the draft model depends only on the tokens up to th
 
 Rows of rejected drafts are absorbed too: the next step's absorb overwrites them before anything reads them.
 
-While nothing is drafted a row's output is of no use, only what later rows need of it (`fill`). And a pass for one row of each request costs
+While nothing is drafted a row's output is of no use, only what later rows need of it (`store_kv`). And a pass for one row of each request
+costs
 nearly what it costs for some: the features of decoded rows are kept for some steps (cache/deferred), and absorbed by one pass.
 """
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.cache.deferred import DeferredRows
-from mtpserve.core.batch import Batch, Hidden, Verdict, Want
+from mtpserve.core.batch import Batch, DraftTargets, Hidden, VerifyOutput
 from mtpserve.core.protocols.attention import AttentionBackend, Context
 from mtpserve.core.protocols.models import BlockModel, ChainedModules, DraftModel
 from mtpserve.spec.draft.history import FeatureHistory
@@ -42,7 +43,7 @@ SPLIT_ROWS, SPLIT_EACH = 16, 2
 
 # Absorbs a step's rows → so many drafts of each request that is drafted for [D, steps], and what they were drawn from [D, steps,
 # vocabulary]; None if all are point masses.
-DraftChain = Callable[["DraftPasses", Batch, Hidden, Verdict, int], tuple[Tensor, Tensor | None]]
+DraftChain = Callable[["DraftPasses", Batch, Hidden, VerifyOutput, int], tuple[Tensor, Tensor | None]]
 # mtpserve_kernels.seats.reference.draft_positions with a page size: length, page_table, seat_ids, lookback, steps → positions, slots.
 DraftPositions = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 
@@ -110,7 +111,7 @@ class DraftPasses:
         if model.features.chained and history is not None and boundary is not None:
             self.chain = ModuleChain(cast(ChainedModules, model), attention, history, boundary)
 
-    def joined(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> Hidden:
+    def joined(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> Hidden:
         """The trunk's output with the features that the draft model wants: in every step, before anything else. Chained modules make
         them of it as they absorb it."""
         if self.history is None or self.boundary is None or hidden.features is None:
@@ -118,124 +119,124 @@ class DraftPasses:
         self.history.resume(batch, self.boundary)
         if self.chain is not None:
             return hidden
-        return hidden._replace(features=self.history.joined(batch, hidden.features, verdict.accepted))
+        return hidden._replace(features=self.history.joined(batch, hidden.features, verify_output.num_accepted_tokens))
 
-    def absorb(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> tuple[Hidden, Tensor]:
+    def extend(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> tuple[Hidden, Tensor]:
         """Computes the draft model's row for the token after each row of the batch. → its output at the last token of each request that
         may be drafted for, and their seats. Called after the verdict has advanced the seats; every span's rows are a chain."""
-        features, seat_ids = hidden.features, batch.drafted(batch.seat_ids)
-        last, rows = self.last(batch, verdict), self.after(batch, features)
+        features, req_indices = hidden.features, batch.drafted(batch.req_indices)
+        last, rows = self.last(batch, verify_output), self.after(batch, features)
         if self.chain is not None and features is not None:
-            return self.chain.absorb(batch, rows, features, verdict.accepted).at(last), seat_ids
+            return self.chain.extend(batch, rows, features, verify_output.num_accepted_tokens).at(last), req_indices
         if self.model.mask is not None:
-            self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
-            return self.block(batch, seat_ids, rows.ids[last], rows.index[last], self.model.mask), seat_ids
+            self.model.store_kv(rows.input_ids, rows.positions, features, self.attention.plan(rows))
+            return self.block(batch, req_indices, rows.input_ids[last], rows.token_indices[last], self.model.mask), req_indices
         if not self.splits(rows, last):
-            return self.model.absorb(rows.ids, rows.positions, features, self.attention.plan(rows)).at(last), seat_ids
+            return self.model.extend(rows.input_ids, rows.positions, features, self.attention.plan(rows)).at(last), req_indices
         # Of most rows only what later rows need is of use.
-        self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
-        ends = self.rows(batch, seat_ids, rows.ids[last], rows.index[last], rows.positions[last])
+        self.model.store_kv(rows.input_ids, rows.positions, features, self.attention.plan(rows))
+        ends = self.rows(batch, req_indices, rows.input_ids[last], rows.token_indices[last], rows.positions[last])
         own = None if features is None else features[last]
-        return self.model.absorb(ends.ids, ends.positions, own, self.attention.plan(ends)), seat_ids
+        return self.model.extend(ends.input_ids, ends.positions, own, self.attention.plan(ends)), req_indices
 
-    def last(self, batch: Batch, verdict: Verdict) -> Tensor:
+    def last(self, batch: Batch, verify_output: VerifyOutput) -> Tensor:
         """[D], the last row that counts of each request that may be drafted for."""
-        return batch.drafted(torch.addcmul(batch.last_row, verdict.accepted, batch.samples))
+        return batch.drafted(torch.addcmul(batch.last_token_rows, verify_output.num_accepted_tokens, batch.samples))
 
     def splits(self, rows: Batch, last: Tensor) -> bool:
         """Whether keys and values of all rows are computed first, and then the outputs of the `last` ones [D] alone."""
-        return rows.ids.shape[0] >= max(SPLIT_ROWS, SPLIT_EACH * last.shape[0])
+        return rows.input_ids.shape[0] >= max(SPLIT_ROWS, SPLIT_EACH * last.shape[0])
 
-    def block(self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, mask: int) -> Hidden:
-        """One pass over the last tokens `ids` [D], whose rows are at `index`, and a mask for each draft after them (DFlash, https://
+    def block(self, batch: Batch, req_indices: Tensor, ids: Tensor, index: Tensor, mask: int) -> Hidden:
+        """One pass over the last tokens `input_ids` [D], whose rows are at `token_indices`, and a mask for each draft after them (DFlash, https://
         arxiv.org/abs/2602.06036 §3). → as core.protocols.BlockModel.block."""
         model, places = cast(BlockModel, self.model), torch.arange(1, self.steps + 2, device=ids.device)
         tokens = torch.where(places == 1, ids.unsqueeze(1), mask)
         index = index.unsqueeze(1) + places
-        rows = self.rows(batch, seat_ids, tokens.flatten(), index.flatten(), index.flatten())
+        rows = self.rows(batch, req_indices, tokens.flatten(), index.flatten(), index.flatten())
         own = self.attention.plan(rows)
         if all(model.causal):
             return model.block(tokens, index, own)
         # Each sees all of them, and of a window what the last one sees: as if all were the last one.
-        last = (rows.kv_len - 1).repeat_interleave(self.steps + 1)
-        whole = self.attention.plan(rows._replace(index=last, positions=last))
+        last = (rows.seq_lens - 1).repeat_interleave(self.steps + 1)
+        whole = self.attention.plan(rows._replace(token_indices=last, positions=last))
         seen = [own[i] if causal else BlockContext(own[i], whole[i]) for i, causal in enumerate(model.causal)]
         return model.block(tokens, index, seen)
 
-    def skip(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> None:
-        """In the place of `absorb`, where nothing is drafted."""
+    def skip(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> None:
+        """In the place of `extend`, where nothing is drafted."""
         if self.chain is not None:
-            self.absorb(batch, hidden, verdict)  # every row needs nearly all of it
+            self.extend(batch, hidden, verify_output)  # every row needs nearly all of it
             return
-        if want.keeps and self.deferred is not None and hidden.features is not None:
-            index, rows = batch.index, hidden.features
-            if index.shape[0] > batch.seat_ids.shape[0]:
-                index, rows = index[batch.last_row], rows[batch.last_row]
-            self.deferred.keep(batch.seat_ids, index, rows)
-        if want.absorbs:
-            self.fill(batch, hidden.features)
+        if draft_targets.defers_kv and self.deferred is not None and hidden.features is not None:
+            index, rows = batch.token_indices, hidden.features
+            if index.shape[0] > batch.req_indices.shape[0]:
+                index, rows = index[batch.last_token_rows], rows[batch.last_token_rows]
+            self.deferred.keep(batch.req_indices, index, rows)
+        if draft_targets.extends_kv:
+            self.store_kv(batch, hidden.features)
 
-    def catch_up(self, batch: Batch) -> None:
+    def store_deferred_kv(self, batch: Batch) -> None:
         """Absorbs rows that were deferred."""
-        self.fill(batch, None if self.deferred is None else self.deferred.of(batch.row_seats, batch.index))
+        self.store_kv(batch, None if self.deferred is None else self.deferred.of(batch.token_req_indices, batch.token_indices))
 
-    def fill(self, batch: Batch, features: Tensor | None) -> None:
+    def store_kv(self, batch: Batch, features: Tensor | None) -> None:
         rows = self.after(batch, features)
-        self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
+        self.model.store_kv(rows.input_ids, rows.positions, features, self.attention.plan(rows))
 
     def after(self, batch: Batch, features: Tensor | None) -> Batch:
         """The draft model's rows for the tokens after the batch's; what must be stored or computed before them is."""
-        seats, lag = batch.seats, self.model.lag
+        req_tensors, lag = batch.req_tensors, self.model.lag
         if self.boundary is not None and features is not None and self.chain is None:
-            self.boundary.store(batch.slots, features)
+            self.boundary.store(batch.slot_mapping, features)
         if batch.resumed is not None:
             self.resume(batch, batch.resumed)
         # Prompt tokens, accepted drafts and the target's own tokens are all in seats.tokens by now.
-        ids, after, slots = seats.following(batch.row_seats, batch.index)
+        ids, after, slots = req_tensors.next_tokens(batch.token_req_indices, batch.token_indices)
         ahead = 1 - lag
         return batch._replace(
-            ids=ids,
+            input_ids=ids,
             positions=batch.positions + ahead if ahead else batch.positions,
-            index=after if ahead else batch.index,
-            slots=slots,
-            kv_len=batch.kv_len + ahead if ahead else batch.kv_len,
+            token_indices=after if ahead else batch.token_indices,
+            slot_mapping=slots,
+            seq_lens=batch.seq_lens + ahead if ahead else batch.seq_lens,
             shift=lag,
             unstored=None,
         )
 
     def resume(self, batch: Batch, spans: Tensor) -> None:
-        """Computes the row of the first token of each of the `spans`. `absorb` cannot, because the row before it is not in the batch:
+        """Computes the row of the first token of each of the `spans`. `extend` cannot, because the row before it is not in the batch:
         another request has computed it, or there is none."""
-        seats, seat_ids = batch.seats, batch.seat_ids[spans]
-        first = batch.index[batch.cu_q[:-1][spans]]
-        features = None if self.boundary is None else self.boundary.before(seats.slots(seat_ids, first - 1))
+        req_tensors, req_indices = batch.req_tensors, batch.req_indices[spans]
+        first = batch.token_indices[batch.query_start_loc[:-1][spans]]
+        features = None if self.boundary is None else self.boundary.before(req_tensors.slot_mapping(req_indices, first - 1))
         above = (first - self.model.lag).clamp(min=0)  # 0 of what pads a captured step
-        rows = self.rows(batch, seat_ids, seats.tokens[seat_ids, first], above, above)
+        rows = self.rows(batch, req_indices, req_tensors.tokens[req_indices, first], above, above)
         if self.chain is not None and features is not None:
             self.chain.resume(rows, features)
         else:
-            self.model.absorb(rows.ids, rows.positions, features, self.attention.plan(rows))
+            self.model.extend(rows.input_ids, rows.positions, features, self.attention.plan(rows))
 
     def rows(
-        self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, positions: Tensor, slots: Tensor | None = None,
-        kv_len: Tensor | None = None,
+        self, batch: Batch, req_indices: Tensor, ids: Tensor, index: Tensor, positions: Tensor, slots: Tensor | None = None,
+        seq_lens: Tensor | None = None,
     ) -> Batch:  # fmt: skip
-        """A batch with one row for each of the tokens `ids` [rows], at `index` + lag of its request; each request's rows are contiguous.
-        `slots`: of the tokens, and `kv_len`: index + 1 of each request's last row, where these are known."""
-        requests, device = seat_ids.shape[0], index.device
+        """A batch with one row for each of the tokens `input_ids` [rows], at `token_indices` + lag of its request; each request's rows are
+        contiguous. `slot_mapping`: of the tokens, and `seq_lens`: index + 1 of each request's last row, where these are known."""
+        requests, device = req_indices.shape[0], index.device
         each = ids.shape[0] // max(requests, 1)
-        owners, ends = (seat_ids, index) if each == 1 else (seat_ids.repeat_interleave(each), index.view(requests, each)[:, -1])
+        owners, ends = (req_indices, index) if each == 1 else (req_indices.repeat_interleave(each), index.view(requests, each)[:, -1])
         if slots is None:
-            slots = batch.seats.slots(owners, index + self.model.lag if self.model.lag else index)
+            slots = batch.req_tensors.slot_mapping(owners, index + self.model.lag if self.model.lag else index)
         return batch._replace(
-            ids=ids,
+            input_ids=ids,
             positions=positions,
-            index=index,
-            slots=slots,
-            row_seats=owners,
-            seat_ids=seat_ids,
-            cu_q=numbers(0, requests * each + 1, max(each, 1), device),
-            kv_len=ends + 1 if kv_len is None else kv_len,
+            token_indices=index,
+            slot_mapping=slots,
+            token_req_indices=owners,
+            req_indices=req_indices,
+            query_start_loc=numbers(0, requests * each + 1, max(each, 1), device),
+            seq_lens=ends + 1 if seq_lens is None else seq_lens,
             tree=None,
             tree_bits=None,
             tree_start=None,
@@ -248,12 +249,12 @@ class DraftPasses:
         if self.chain is not None and state is not None:
             return self.chain.step(rows, state, depth)
         if self.model.at_once:
-            return self.model.step(rows.ids, rows.positions, state, ())
+            return self.model.step(rows.input_ids, rows.positions, state, ())
         seen = rows if self.history is None else behind(rows, depth)
-        return self.model.step(rows.ids, rows.positions, state, self.attention.plan(seen))
+        return self.model.step(rows.input_ids, rows.positions, state, self.attention.plan(seen))
 
     def logits(
-        self, head: Tensor, depth: int, batch: Batch, seat_ids: Tensor, path: tuple[Tensor, Tensor] | None
+        self, head: Tensor, depth: int, batch: Batch, req_indices: Tensor, path: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """head [rows, hidden] of drafts after `depth` others, path: these [rows, D] and how many they are [rows], None where no request has
         rules → the logits after the request's rules, and the token of each column (None: the whole vocabulary). Rules and sampling need
@@ -264,4 +265,4 @@ class DraftPasses:
             columns = reduced.tokens
         elif reduced is not None:
             logits = reduced.spread(logits)
-        return logits if path is None else sampler.processed(logits, seat_ids, *path), columns
+        return logits if path is None else sampler.processed(logits, req_indices, *path), columns

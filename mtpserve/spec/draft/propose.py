@@ -20,16 +20,16 @@ def valid(logits: Tensor) -> Tensor:
     return logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0.0)
 
 
-def propose(logits: Tensor, seat_ids: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:
+def propose(logits: Tensor, req_indices: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:
     """logits [rows, vocabulary] after the requests' rules, index [rows] of the tokens → the drafts [rows]. What they were drawn from is
     written to q [rows, vocabulary] float32; None if all are point masses. Where logits are not finite any token may be proposed, from a
     valid distribution."""
     if sampler.all_greedy:
         return logits.argmax(-1)
-    law = sampler.probs(valid(logits), seat_ids)
+    law = sampler.probs(valid(logits), req_indices)
     if sampler.all_coupled:
-        return sampler.choose(law, seat_ids, index, DRAW)
+        return sampler.choose(law, req_indices, index, DRAW)
     assert q is not None
     q.copy_(law)
-    tokens, coupled = sampler.choose(law, seat_ids, index, DRAFT), sampler.coupled(seat_ids)
-    return tokens if coupled is None else torch.where(coupled, sampler.choose(law, seat_ids, index, DRAW), tokens)
+    tokens, coupled = sampler.choose(law, req_indices, index, DRAFT), sampler.coupled(req_indices)
+    return tokens if coupled is None else torch.where(coupled, sampler.choose(law, req_indices, index, DRAW), tokens)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mtpserve.core.batch import Batch, Drafts, Hidden, Tree, Verdict, Want
+from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, Tree, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.spec.draft.passes import DraftPasses, numbers
 from mtpserve.spec.draft.propose import valid
@@ -54,14 +54,14 @@ class TreeDrafter:
         self.passes, self.sizes, self.topk = passes, sizes, topk
         self.features, self.lag = passes.model.features, passes.model.lag
 
-    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
-        hidden = self.passes.joined(batch, hidden, verdict)
-        steps = min(want.deepest, self.sizes.steps)
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
+        hidden = self.passes.joined(batch, hidden, verify_output)
+        steps = min(draft_targets.max_steps, self.sizes.steps)
         if steps == 0:
-            self.passes.skip(batch, hidden, verdict, want)
+            self.passes.skip(batch, hidden, verify_output, draft_targets)
             return None
-        state, seat_ids = self.passes.absorb(batch, hidden, verdict)
-        length = batch.seats.length[seat_ids]
+        state, req_indices = self.passes.extend(batch, hidden, verify_output)
+        length = batch.req_tensors.num_tokens[req_indices]
         root = Frontier(
             length.new_zeros(len(length), 1),
             torch.zeros(len(length), 1, device=length.device),
@@ -70,17 +70,17 @@ class TreeDrafter:
             length.new_zeros(len(length), 1),
             None if state.features is None else state.features.unsqueeze(1),
         )
-        frontier, pools = root, [self.candidates(batch, seat_ids, length, root, state, 0)]
+        frontier, pools = root, [self.candidates(batch, req_indices, length, root, state, 0)]
         for step in range(1, steps):
             frontier = self.expand(pools, frontier, state)
-            frontier, state = self.feed(batch, seat_ids, length, frontier, step)
-            pools.append(self.candidates(batch, seat_ids, length, frontier, state, step))
-        return choose(pools, want, self.sizes.proposed)
+            frontier, state = self.feed(batch, req_indices, length, frontier, step)
+            pools.append(self.candidates(batch, req_indices, length, frontier, state, step))
+        return choose(pools, draft_targets, self.sizes.num_proposed)
 
-    def catch_up(self, batch: Batch) -> None:
-        self.passes.catch_up(batch)
+    def store_deferred_kv(self, batch: Batch) -> None:
+        self.passes.store_deferred_kv(batch)
 
-    def feed(self, batch: Batch, seat_ids: Tensor, length: Tensor, frontier: Frontier, step: int) -> tuple[Frontier, Hidden]:
+    def feed(self, batch: Batch, req_indices: Tensor, length: Tensor, frontier: Frontier, step: int) -> tuple[Frontier, Hidden]:
         """One pass of the layer over the frontier's nodes. → the same nodes with their own bits set, and the output."""
         width = frontier.tokens.shape[1]
         first = (step - 1) * self.topk
@@ -89,15 +89,15 @@ class TreeDrafter:
         index = (start.unsqueeze(1) + place).flatten()
         positions = (start + step - 1).repeat_interleave(width)
         bits = frontier.bits | bit_of(first, first + width, length.device)
-        rows = self.passes.rows(batch, seat_ids, frontier.tokens.flatten(), index, positions)
+        rows = self.passes.rows(batch, req_indices, frontier.tokens.flatten(), index, positions)
         rows = rows._replace(tree_bits=bits.flatten(), tree_start=start)
         state = self.passes.step(rows, None if frontier.state is None else frontier.state.flatten(0, 1), step)
         return replace(frontier, bits=bits), state
 
-    def candidates(self, batch: Batch, seat_ids: Tensor, length: Tensor, parents: Frontier, state: Hidden, step: int) -> Pool:
+    def candidates(self, batch: Batch, req_indices: Tensor, length: Tensor, parents: Frontier, state: Hidden, step: int) -> Pool:
         """From the parents' outputs."""
         requests, width = parents.tokens.shape
-        owners, sampler = seat_ids if width == 1 else seat_ids.repeat_interleave(width), batch.sampler
+        owners, sampler = req_indices if width == 1 else req_indices.repeat_interleave(width), batch.sampler
         path, count = parents.path.flatten(0, 1), length.new_full((len(owners),), step)
         logits, columns = self.passes.logits(state.head, step, batch, owners, (path, count))
         logits = valid(logits)
@@ -141,17 +141,17 @@ class Pool:
     parents: Tensor  # [D, n] places in the pool of all depths, -1 for the root
 
 
-def choose(pools: list[Pool], want: Want, nodes: int) -> Drafts:
-    """The best `nodes` candidates of all depths, fewer and not as deep where `want` says so, as a tree. The best is node 1."""
+def choose(pools: list[Pool], draft_targets: DraftTargets, nodes: int) -> Drafts:
+    """The best `nodes` candidates of all depths, fewer and not as deep where `draft_targets` says so, as a tree. The best is node 1."""
     tokens, scores, parents = (torch.cat([getattr(pool, part) for pool in pools], 1) for part in ("tokens", "scores", "parents"))
     depth = depths_of(1, tuple(pool.tokens.shape[1] for pool in pools), tokens.device)
-    scores = scores.masked_fill(depth > want.each.unsqueeze(1), LEAST)
+    scores = scores.masked_fill(depth > draft_targets.num_steps.unsqueeze(1), LEAST)
     # A parent scores more than its children, so that it comes before them.
     best = scores.topk(min(nodes, scores.shape[1]), -1)
     taken = best.indices
     number = numbers(1, taken.shape[1] + 1, 1, taken.device)
     void = best.values <= LEAST / 2
-    void = void if want.most is None else void | (number > want.most.unsqueeze(1))
+    void = void if draft_targets.max_draft_tokens is None else void | (number > draft_targets.max_draft_tokens.unsqueeze(1))
     count = len(number) - void.sum(1)
     node_of = taken.new_zeros(scores.shape[0], scores.shape[1] + 1)  # place in the pool → node; the root, node 0, is at the last place
     node_of = node_of.scatter(1, taken.masked_fill(void, scores.shape[1]), number.expand_as(taken).masked_fill(void, 0))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Tree, Verdict
+from mtpserve.core.batch import Batch, Tree, VerifyOutput
 from mtpserve.spec.verify.logprobs import logprobs_of
 from mtpserve.spec.verify.reject import reject
 from mtpserve.spec.verify.streams import DRAW
@@ -30,8 +30,8 @@ LOSSLESS = Thresholds()
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    tokens: Tensor  # [R, D+1], as in the Verdict
-    accepted: Tensor  # [R]
+    tokens: Tensor  # [R, D+1], as in the VerifyOutput
+    num_accepted_tokens: Tensor  # [R]
     path: Tensor | None  # [R, D+1]
     failed: Tensor  # [R]
 
@@ -46,25 +46,25 @@ def accept(
     thresholds: Thresholds = LOSSLESS,
     processed_logprobs: bool = False,
     kernel: Decide | None = None,
-) -> Verdict:
+) -> VerifyOutput:
     """logits [R, K+1, vocabulary] of the rows `batch.sample_rows`; no draft is deeper than `depth`. `kernel` replaces `decide` unless the
     thresholds are lossy."""
     sampler, nodes = batch.sampler, logits.shape[1]
     depth = min(depth, nodes - 1)
     raw = logits
     if sampler.has_rules:
-        ids = batch.seat_ids.repeat_interleave(nodes)
+        ids = batch.req_indices.repeat_interleave(nodes)
         path, count = node_paths(batch.drafts, batch.tree)
         logits = sampler.processed(logits.flatten(0, 1), ids, path.flatten(0, 1), count.flatten()).view_as(logits)
     made = (kernel if kernel is not None and thresholds.lossless else decide)(logits, batch, depth, thresholds)
     logprobs = None
     if sampler.top_logprobs is not None:
-        rows = path_rows(made.path, made.tokens, made.accepted)
+        rows = path_rows(made.path, made.tokens, made.num_accepted_tokens)
         p = None
         if processed_logprobs and not sampler.all_greedy:
-            p = sampler.probs(logits.flatten(0, 1), batch.seat_ids.repeat_interleave(nodes)).view_as(logits)
+            p = sampler.probs(logits.flatten(0, 1), batch.req_indices.repeat_interleave(nodes)).view_as(logits)
         logprobs = logprobs_of(p, logits if processed_logprobs else raw, batch, rows, made.tokens)
-    return Verdict(made.tokens, made.accepted, made.path, made.failed, logprobs)
+    return VerifyOutput(made.tokens, made.num_accepted_tokens, made.path, made.failed, logprobs)
 
 
 def path_rows(path: Tensor | None, tokens: Tensor, accepted: Tensor) -> Tensor:
@@ -80,15 +80,15 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
     drawn: Tensor | None = None  # [R], requests whose drafts were sampled from q
     chosen = best.indices
     if not sampler.all_greedy:
-        ids = batch.seat_ids.repeat_interleave(nodes)
+        ids = batch.req_indices.repeat_interleave(nodes)
         p = sampler.probs(logits.flatten(0, 1), ids).view_as(logits)
         if not thresholds.lossless:
             p = lenient(p, batch, thresholds)
-        coupled = torch.ones_like(batch.samples, dtype=torch.bool) if not thresholds.lossless else sampler.coupled(batch.seat_ids)
-        drawn = ~sampler.greedy(batch.seat_ids)
+        coupled = torch.ones_like(batch.samples, dtype=torch.bool) if not thresholds.lossless else sampler.coupled(batch.req_indices)
+        drawn = ~sampler.greedy(batch.req_indices)
         if coupled is not None:
             depths = torch.arange(nodes, device=logits.device).unsqueeze(0) if batch.tree is None else batch.tree.depths
-            index = batch.seats.length[batch.seat_ids].unsqueeze(1) + depths
+            index = batch.req_tensors.num_tokens[batch.req_indices].unsqueeze(1) + depths
             chosen = sampler.choose(p.flatten(0, 1), ids, index.expand(-1, nodes).flatten(), DRAW).view(-1, nodes)
             drawn = drawn & ~coupled
     tokens, accepted, surviving = walk(chosen, batch, depth)
@@ -110,22 +110,22 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
 def kernel_inputs(logits: Tensor, batch: Batch, drafts: Tensor, depth: int) -> tuple[Any, ...]:
     """The arguments of every device's `accept` kernel (mtpserve_kernels.spec.accept) for processed logits [R, K+1, vocabulary]. `drafts`:
     those of the batch, or what the kernel reads them from."""
-    seats, sampler, tree = batch.seats, batch.sampler, batch.tree
+    req_tensors, sampler, tree = batch.req_tensors, batch.sampler, batch.tree
     cuts = sampler.parameters
     return (
-        logits.contiguous(), drafts, batch.draft_count, None if tree is None else tree.parents, None if tree is None else tree.depths,
-        batch.seat_ids, seats.length, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, cuts.coupled,
-        None if sampler.all_coupled or sampler.all_greedy else seats.draft_probs, depth,
+        logits.contiguous(), drafts, batch.num_draft_tokens, None if tree is None else tree.parents, None if tree is None else tree.depths,
+        batch.req_indices, req_tensors.num_tokens, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, cuts.coupled,
+        None if sampler.all_coupled or sampler.all_greedy else req_tensors.draft_probs, depth,
     )  # fmt: skip
 
 
 def walk(chosen: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """chosen [R, K+1], the target's token at every node → tokens [R, D+1], accepted [R], path [R, D+1] (None: a chain's)."""
     if chosen.shape[1] == 1:  # no drafts: every number below would be 0
-        return chosen, torch.zeros_like(batch.draft_count), None
+        return chosen, torch.zeros_like(batch.num_draft_tokens), None
     drafts, tree = batch.drafts, batch.tree
     number = torch.arange(drafts.shape[1], device=drafts.device)
-    valid = number < batch.draft_count.unsqueeze(1)
+    valid = number < batch.num_draft_tokens.unsqueeze(1)
     if tree is None:
         accepted = (valid & (drafts == chosen[:, :-1])).long().cumprod(1).sum(1)
         return chosen[:, : depth + 1], accepted, None

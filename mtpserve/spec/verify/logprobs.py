@@ -14,7 +14,7 @@ def logprobs_of(p: Tensor | None, logits: Tensor, batch: Batch, rows: Tensor, to
     every = rows.unsqueeze(2).expand(-1, -1, logits.shape[2])
     logp = logits.gather(1, every).float().log_softmax(-1)
     if p is not None:
-        greedy = batch.sampler.greedy(batch.seat_ids)[:, None, None]
+        greedy = batch.sampler.greedy(batch.req_indices)[:, None, None]
         logp = torch.where(greedy, logp, p.gather(1, every).log())
     return ranked(logp, tokens, batch.sampler.top_logprobs or 0)
 

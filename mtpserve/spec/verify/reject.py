@@ -16,12 +16,12 @@ from mtpserve.spec.verify.streams import COIN, DRAW
 def reject(p: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     """p [R, K+1, vocabulary] → tokens [R, depth+1], accepted [R]. Undefined for requests whose drafts are not a chain sampled from q."""
     spans, device = p.shape[0], p.device
-    seats, ids = batch.seats, batch.seat_ids
+    req_tensors, ids = batch.req_tensors, batch.req_indices
     drafts = batch.drafts[:, :depth]
     number = drafts.shape[1]
-    q = seats.draft_probs[ids, :number]  # [R, K, vocabulary]
-    length = seats.length[ids]
-    count = batch.draft_count.clamp(max=number)
+    q = req_tensors.draft_probs[ids, :number]  # [R, K, vocabulary]
+    length = req_tensors.num_tokens[ids]
+    count = batch.num_draft_tokens.clamp(max=number)
     coins = batch.sampler.uniform(ids, length.unsqueeze(1) + torch.arange(number, device=device), COIN)
     kept = coins * at(q, drafts) < at(p[:, :number], drafts)
     accepted = leading(kept, count)

@@ -34,7 +34,7 @@ def by_lot(made: Decision, logits: Tensor, batch: Batch, rates: Tensor) -> Decis
     depth = made.tokens.shape[1] - 1
     if depth == 0:
         return made
-    sampler, ids, length = batch.sampler, batch.seat_ids, batch.seats.length[batch.seat_ids]
+    sampler, ids, length = batch.sampler, batch.req_indices, batch.req_tensors.num_tokens[batch.req_indices]
     each, place = torch.arange(len(ids), device=ids.device), torch.arange(depth, device=ids.device)
     path, exists = first_children(batch, depth)
     drafts = batch.drafts.gather(1, path[:, 1:] - 1)
@@ -49,7 +49,7 @@ def by_lot(made: Decision, logits: Tensor, batch: Batch, rates: Tensor) -> Decis
     return replace(
         made,
         tokens=tokens,
-        accepted=accepted,
+        num_accepted_tokens=accepted,
         path=None if made.path is None else path,
         failed=made.failed | ~torch.isfinite(row.amax(-1)),
     )
@@ -57,7 +57,7 @@ def by_lot(made: Decision, logits: Tensor, batch: Batch, rates: Tensor) -> Decis
 
 def first_children(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     """→ the nodes from the root down [R, depth+1], and which of those after the root exist [R, depth]; the others are arbitrary."""
-    count = batch.draft_count.unsqueeze(1)
+    count = batch.num_draft_tokens.unsqueeze(1)
     number = torch.arange(depth, device=count.device)
     if batch.tree is None:
         return torch.arange(depth + 1, device=count.device).expand(len(count), -1), number < count

@@ -32,7 +32,7 @@ def lenient(p: Tensor, batch: Batch, thresholds: Thresholds) -> Tensor:
     drafts = batch.drafts
     number = torch.arange(drafts.shape[1], device=p.device)
     parents = number.expand_as(drafts) if batch.tree is None else batch.tree.parents
-    valid = (number < batch.draft_count.unsqueeze(1)).long()
+    valid = (number < batch.num_draft_tokens.unsqueeze(1)).long()
     spans = torch.arange(len(p), device=p.device).unsqueeze(1).expand_as(drafts)
     proposed = torch.zeros(p.shape, dtype=torch.int64, device=p.device).index_put_((spans, parents, drafts), valid, accumulate=True) > 0
     mass = (p * proposed).sum(-1, keepdim=True)

@@ -110,10 +110,10 @@ class Replay:
     waiting: dict[int, Pending] = field(default_factory=dict)
 
     def launch(self, number: int, planned: StepPlan) -> None:
-        self.names |= {admission.seat: admission.id for admission in planned.admissions}
+        self.names |= {new_request.req_idx: new_request.id for new_request in planned.new_requests}
         self.outcome.steps += 1
-        self.outcome.requests += sum(len(each.tokens) == each.prompt_len for each in planned.admissions)
-        names = {span.seat: self.names.get(span.seat, "unknown") for span in planned.spans}
+        self.outcome.requests += sum(len(each.tokens) == each.num_prompt_tokens for each in planned.new_requests)
+        names = {span.req_idx: self.names.get(span.req_idx, "unknown") for span in planned.spans}
         try:
             self.waiting[number] = Pending(planned, names, self.runner.launch(planned))
         except Exception as error:
@@ -129,7 +129,7 @@ class Replay:
             self.outcome.tokens += len(after.tokens)
             what = difference(before, after)
             if what is not None and self.outcome.difference is None:
-                self.outcome.difference = f"step {number}, request {step.names[span.seat]} in seat {span.seat}: {what}"
+                self.outcome.difference = f"step {number}, request {step.names[span.req_idx]} in seat {span.req_idx}: {what}"
 
     def compare_failure(self, recorded: StepRaised) -> None:
         step = self.waiting.pop(recorded.step)

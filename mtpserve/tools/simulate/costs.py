@@ -131,7 +131,7 @@ class StepCost:
     token: float = 0.0  # to read one token's KV
     pair: float = 0.0  # attention of one row to one token
     draft_pass: float = 0.0  # one over what proposes tokens, with its head
-    absorb: float = 0.0  # to make its keys and values for rows that the model itself has computed
+    extend: float = 0.0  # to make its keys and values for rows that the model itself has computed
     absorbed_row: float = 0.0  # of each of these
 
     @staticmethod
@@ -154,5 +154,5 @@ class StepCost:
         """Of a step with so many rows whose requests have so many tokens; `pairs`: the sum over all rows of what each attends to; `passes`:
         over what proposes tokens; `absorbed`: rows of each pass over it that proposes none."""
         computed = max(self.weights, self.row * rows) + max(self.token * tokens, self.pair * pairs)
-        absorbing = sum(max(self.absorb, self.absorbed_row * number) for number in absorbed)
+        absorbing = sum(max(self.extend, self.absorbed_row * number) for number in absorbed)
         return self.overhead + computed + passes * self.draft_pass + absorbing

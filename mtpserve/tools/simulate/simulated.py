@@ -16,7 +16,7 @@ from mtpserve.config.spec import NONE
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
-from mtpserve.core.sequence import Sequence as Request
+from mtpserve.core.request_state import RequestState as Request
 from mtpserve.spec.curves import Curve, read_curve
 from mtpserve.spec.sizes import draft_sizes
 
@@ -71,32 +71,33 @@ class SimulatedDevice:
 
     def limited(self, scheduler: Callable[..., T]) -> Callable[..., T]:
         """A scheduler's class, told how many drafts a request may bring to a step, and how many of its rows may wait to be absorbed."""
-        return partial(scheduler, max_drafts=self.sizes.nodes, most_deferred=self.sizes.deferred)
+        return partial(scheduler, max_drafts=self.sizes.nodes, max_deferred_tokens=self.sizes.max_deferred_tokens)
 
-    def prepare(self, seq: Request, overlap: int) -> None:
+    def prepare(self, req: Request, overlap: int) -> None:
         """What the engine tells the scheduler about a request's drafts."""
-        seq.reach, seq.lookahead = self.sizes.reach(plain=True), self.sizes.lookahead(overlap, plain=True)
-        seq.proposals = self.sizes.proposals(self.want, plain=True)
+        req.num_write_ahead = self.sizes.num_write_ahead(plain=True)
+        req.num_lookahead_tokens = self.sizes.num_lookahead_tokens(overlap, plain=True)
+        req.max_pending_draft_tokens = self.sizes.max_draft_tokens(self.want, plain=True)
 
     def launch(self, plan: StepPlan) -> StepResult:
-        for each in plan.admissions:
-            self._seats[each.seat] = Speaker(self.answers[each.id], len(each.tokens) - each.prompt_len)
-        return StepResult([self._run(span, plan.want) for span in plan.spans])
+        for each in plan.new_requests:
+            self._seats[each.req_idx] = Speaker(self.answers[each.id], len(each.tokens) - each.num_prompt_tokens)
+        return StepResult([self._run(span, plan.draft_depth) for span in plan.spans])
 
-    def _run(self, span: SpanPlan, want: int) -> SpanResult:
-        seat = self._seats[span.seat]
+    def _run(self, span: SpanPlan, draft_depth: int) -> SpanResult:
+        req_idx = self._seats[span.req_idx]
         accepted, tokens, drafts = 0, [], 0
         if span.samples:
             # The plan has a bound where a step is in flight, and no draft beyond the last token that the request may have.
-            drafts = min(seat.waiting, span.drafts)
+            drafts = min(req_idx.waiting, span.num_draft_tokens)
             accepted = self._accepted(drafts)
-            end = seat.committed + accepted + 1
-            tokens = list(seat.answer[seat.committed : end])
+            end = req_idx.committed + accepted + 1
+            tokens = list(req_idx.answer[req_idx.committed : end])
             tokens += [AFTER_THE_END] * (accepted + 1 - len(tokens))
-            seat.committed = end
-        seat.waiting = self.sizes.proposals(want, True, span.most) if span.drafts_next else 0
+            req_idx.committed = end
+        req_idx.waiting = self.sizes.max_draft_tokens(draft_depth, True, span.max_draft_tokens) if span.drafts_next else 0
         chain = list(range(drafts))
-        return SpanResult(tokens, accepted, seat.waiting, chain, chain, [0] * drafts, list(range(1, accepted + 1)))
+        return SpanResult(tokens, accepted, req_idx.waiting, chain, chain, [0] * drafts, list(range(1, accepted + 1)))
 
     def _accepted(self, drafts: int) -> int:
         for depth, rate in enumerate(self.rates[:drafts]):

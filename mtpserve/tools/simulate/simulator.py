@@ -23,14 +23,14 @@ from mtpserve.config import EngineConfig
 from mtpserve.config.options import check
 from mtpserve.core.plan import StepPlan, StepResult
 from mtpserve.core.request import Finish
+from mtpserve.core.request_state import RequestState
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Sequence
 from mtpserve.engine.depth.policy import DepthPolicy
 from mtpserve.engine.depth.step_shapes import passes_of
 from mtpserve.engine.pages.tiers import Tiers
-from mtpserve.engine.queue import ServiceOrder
+from mtpserve.engine.queue import SchedulingPolicy
 from mtpserve.engine.scheduler import Scheduler
-from mtpserve.engine.steps import Outcome, Planned
+from mtpserve.engine.steps import RequestOutput, ScheduledStep
 from mtpserve.tools.simulate.costs import StepCost
 from mtpserve.tools.simulate.simulated import SimulatedDevice
 from mtpserve.tools.simulate.simulated_tiers import PageTimes, SimulatedDisk, SimulatedTransfers
@@ -79,7 +79,7 @@ def percentile(values: list[float], share: float) -> float:
 class InSimulation:
     """A request that lives."""
 
-    seq: Sequence
+    seq: RequestState
     conversation: TraceConversation
     turn: int
     leads: bool  # the conversation goes on with its answer, not with another choice's
@@ -90,21 +90,21 @@ class InSimulation:
 
 class Simulation:
     """`scheduler` works on `pages`, with tiers below them if there are `transfers`. `watch` is called after each step was planned.
-    `cached`: a prefix cache is used. One run each."""
+    `num_cached_tokens`: a prefix cache is used. One run each."""
 
     def __init__(
         self, scheduler: Scheduler, pages: PageGroups, device: SimulatedDevice, cost: StepCost = SAME, *, overlap: int = 0,
         context: int = 1 << 30, cached: bool = True, transfers: SimulatedTransfers | None = None, policy: DepthPolicy | None = None,
-        watch: Callable[[Planned], None] = lambda planned: None,
+        watch: Callable[[ScheduledStep], None] = lambda planned: None,
     ) -> None:  # fmt: skip
-        self.scheduler, self.pages, self.now, self.result = scheduler, pages, 0.0, Simulated(seats=scheduler.free_seats)
+        self.scheduler, self.pages, self.now, self.result = scheduler, pages, 0.0, Simulated(seats=scheduler.num_free_slots)
         self._device, self._cost, self._overlap, self._cached, self._watch = device, cost, overlap, cached, watch
         self._transfers, self._policy = transfers, policy
-        self._longest = min(context, pages.capacity(device.sizes.lookahead(overlap)))
+        self._longest = min(context, pages.capacity(device.sizes.num_lookahead_tokens(overlap)))
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap
         self._numbers = count()
         self._live: dict[str, InSimulation] = {}
-        self._in_flight: deque[tuple[Planned, StepResult, float]] = deque()  # with its end
+        self._in_flight: deque[tuple[ScheduledStep, StepResult, float]] = deque()  # with its end
         self._free_at = 0.0  # the device
         self._seen: set[Key] = set()  # keys of all pages that ever were complete
         self._sampling: dict[int, SamplingParams] = {}  # by priority
@@ -151,27 +151,27 @@ class Simulation:
             if max_len > self._longest or not prompt:
                 self.result.refused += 1
                 continue
-            seq = self._sequence(conversation, turn, prompt, max_len)
-            self._device.answers[seq.id] = turn.answer
-            self.scheduler.add(seq)
-            self._live[seq.id] = InSimulation(seq, conversation, number, copy == 0, self.now, self._findable(seq))
+            req = self._sequence(conversation, turn, prompt, max_len)
+            self._device.answers[req.id] = turn.answer
+            self.scheduler.add(req)
+            self._live[req.id] = InSimulation(req, conversation, number, copy == 0, self.now, self._findable(req))
             if turn.patience is not None:
-                self._at(self.now + turn.patience, partial(self._leave, seq.id))
+                self._at(self.now + turn.patience, partial(self._leave, req.id))
 
-    def _sequence(self, conversation: TraceConversation, turn: TraceTurn, prompt: list[int], max_len: int) -> Sequence:
+    def _sequence(self, conversation: TraceConversation, turn: TraceTurn, prompt: list[int], max_len: int) -> RequestState:
         sampling = self._sampling.get(conversation.priority)
         if sampling is None:
             sampling = self._sampling[conversation.priority] = SamplingParams(priority=conversation.priority)
         start = root(b"", conversation.salt) if self._cached else None
-        seq = Sequence(f"r{self.result.requests}", list(prompt), len(prompt), sampling, max_len, seed=0, root=start)
-        self._device.prepare(seq, self._overlap)
-        return seq
+        req = RequestState(f"r{self.result.requests}", list(prompt), len(prompt), sampling, max_len, seed=0, hash_root=start)
+        self._device.prepare(req, self._overlap)
+        return req
 
-    def _findable(self, seq: Sequence) -> int:
+    def _findable(self, req: RequestState) -> int:
         """Tokens of a prompt that some request before it had, or just has."""
-        found = next((column for column, key in enumerate(seq.keys) if key not in self._seen), len(seq.keys))
-        self._seen.update(seq.keys[found:])
-        return min(found * self.pages.page_size, seq.prompt_len - 1)
+        found = next((column for column, key in enumerate(req.block_hashes) if key not in self._seen), len(req.block_hashes))
+        self._seen.update(req.block_hashes[found:])
+        return min(found * self.pages.page_size, req.num_prompt_tokens - 1)
 
     def _leave(self, request_id: str) -> None:
         if request_id in self._live:
@@ -191,36 +191,36 @@ class Simulation:
             self._book(leave=0)
         planned = self.scheduler.plan(self._device.want if self._policy is None else self._policy.choose(self.scheduler.running))
         self._watch(planned)
-        going = bool(planned.seqs) or self.scheduler.moving or bool(planned.plan.transfers)
+        going = bool(planned.reqs) or self.scheduler.moving or bool(planned.plan.transfers)
         if going:
             self._launch(planned)
         self._book(leave=self._overlap if going else max(len(self._in_flight) - 1, 0))
 
-    def _launch(self, planned: Planned) -> None:
-        rows, seconds = self._duration(planned.plan) if planned.seqs else (0, 0.0)
+    def _launch(self, planned: ScheduledStep) -> None:
+        rows, seconds = self._duration(planned.plan) if planned.reqs else (0, 0.0)
         began = max(self.now, self._free_at)
         if self._transfers is not None:
             # A load may start once the steps before it have ended, and so may a save.
             self._transfers.start(planned.plan.transfers, began)
-            if not planned.seqs:
+            if not planned.reqs:
                 began = max(began, self._transfers.next_end or 0.0)
         self._free_at = began + seconds
-        if self._policy is not None and planned.seqs:
+        if self._policy is not None and planned.reqs:
             self._policy.stepped(planned, passes_of(planned.plan), seconds)
         self._in_flight.append((planned, self._device.launch(planned.plan), self._free_at))
-        self.result.steps += bool(planned.seqs)
+        self.result.steps += bool(planned.reqs)
         self.result.rows += rows
         self.result.pages_peak = max(self.result.pages_peak, self.pages.used)
 
     def _duration(self, plan: StepPlan) -> tuple[int, float]:
         rows = tokens = pairs = 0
         for span in plan.spans:
-            width = span.width
+            width = span.num_rows
             rows += width
             tokens += span.start + width
             pairs += width * span.start + width * width // 2
-        late = sum(span.late for span in plan.spans)
-        now = sum(span.width for span in plan.spans if not span.deferred)
+        late = sum(span.num_deferred_tokens for span in plan.spans)
+        now = sum(span.num_rows for span in plan.spans if not span.defers_kv)
         return rows, self._cost.seconds(rows, tokens, pairs, passes_of(plan), [part for part in (late, now) if part])
 
     def _book(self, leave: int) -> None:
@@ -235,28 +235,28 @@ class Simulation:
             for outcome in outcomes:
                 self._yielded(outcome)
 
-    def _yielded(self, outcome: Outcome) -> None:
-        seq, result = outcome.seq, self.result
-        live = self._live[seq.id]
+    def _yielded(self, outcome: RequestOutput) -> None:
+        req, result = outcome.req, self.result
+        live = self._live[req.id]
         result.output_tokens += len(outcome.tokens)
         result.seconds = self.now
-        if outcome.tokens and seq.output_len == len(outcome.tokens):
+        if outcome.tokens and req.num_output_tokens == len(outcome.tokens):
             live.began = self.now
             result.first_token.append(self.now - live.arrived)
-            result.prompt_tokens += seq.prompt_len
-            result.cached_tokens += seq.cached
+            result.prompt_tokens += req.num_prompt_tokens
+            result.cached_tokens += req.num_cached_tokens
             result.findable_tokens += live.findable
-        if seq.finish is None:
+        if req.finish is None:
             return
-        assert seq.finish in (Finish.STOP, Finish.LENGTH), "nothing fails here"
-        self._gone(seq.id)
+        assert req.finish in (Finish.STOP, Finish.LENGTH), "nothing fails here"
+        self._gone(req.id)
         result.finished += 1
-        self._seen.update(seq.keys)
-        if seq.output_len > 1:
-            result.between_tokens.append((self.now - live.began) / (seq.output_len - 1))
+        self._seen.update(req.block_hashes)
+        if req.num_output_tokens > 1:
+            result.between_tokens.append((self.now - live.began) / (req.num_output_tokens - 1))
         conversation, following = live.conversation, live.turn + 1
         if live.leads and following < len(conversation.turns):
-            self._at(self.now + conversation.turns[following].pause, partial(self._ask, conversation, following, seq.tokens))
+            self._at(self.now + conversation.turns[following].pause, partial(self._ask, conversation, following, req.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,13 +274,13 @@ def simulation_of(
     """Of a server with these options and a pool of so many tokens. Raises ConfigError for options that no engine starts with."""
     scheduler, page_size, budget = config.scheduler, config.cache.page_size, config.scheduler.step_tokens
     device = SimulatedDevice.of(config.spec, budget, scheduler.random_seed or 0)
-    rows, lookahead = device.sizes.rows_per_step, device.sizes.lookahead(overlap)
+    rows, lookahead = device.sizes.rows_per_step, device.sizes.num_lookahead_tokens(overlap)
     check(budget >= rows, "chunked_prefill_size", budget, f"at least {rows}, the rows of one request")
     check(pool_tokens // page_size * page_size >= lookahead + 2, "pool_tokens", pool_tokens, f"at least {lookahead + 2 + page_size}")
     crowd = min(scheduler.most_running(config.spec.nodes + 1), pool_tokens * SHARE_OF_CONTEXT // context)
     seats = scheduler.max_running_requests or max(1, crowd)
     pages = PageGroups([None], [pool_tokens // page_size], page_size, budget)
-    service = ServiceOrder.of(scheduler, None)
+    service = SchedulingPolicy.of(scheduler, None)
     cached, tiers, transfers = not config.cache.disable_radix_cache, None, None
     if cached and below is not None and below.host > 0:
         disk = None if below.disk is None else SimulatedDisk(below.disk)

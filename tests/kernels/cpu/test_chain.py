@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtpserve.attention.cpu import CPUAttention
 from mtpserve.config import SpecConfig
-from mtpserve.core.batch import Batch, Hidden, Verdict
+from mtpserve.core.batch import Batch, Hidden, VerifyOutput
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
@@ -41,28 +41,30 @@ class Compared:
     sizes: set[int] = field(default_factory=set)
     split: set[bool] = field(default_factory=set)
 
-    def __call__(self, passes: DraftPasses, batch: Batch, hidden: Hidden, verdict: Verdict, steps: int) -> tuple[Tensor, Tensor | None]:
-        seat_ids = batch.drafted(batch.seat_ids)
-        self.split.add(passes.splits(batch, seat_ids))
-        attention, spare = passes.attention, batch.seats.spare_slots[0]
+    def __call__(
+        self, passes: DraftPasses, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, steps: int
+    ) -> tuple[Tensor, Tensor | None]:
+        req_indices = batch.drafted(batch.req_indices)
+        self.split.add(passes.splits(batch, req_indices))
+        attention, spare = passes.attention, batch.req_tensors.padding_slots[0]
         assert isinstance(attention, CPUAttention)
         (place,) = attention.stores.places
         pool = attention.stores.stores[place.store].pool
         keys, values = pool.keys(place.layer), pool.values(place.layer)
-        places = batch.seats.length[seat_ids].unsqueeze(1) + torch.arange(steps - 1)
-        slots = batch.seats.slots(seat_ids.repeat_interleave(steps - 1), places.flatten())
-        slots = torch.cat([slots, batch.seats.slots(batch.row_seats, batch.index + 1)])
+        places = batch.req_tensors.num_tokens[req_indices].unsqueeze(1) + torch.arange(steps - 1)
+        slots = batch.req_tensors.slot_mapping(req_indices.repeat_interleave(steps - 1), places.flatten())
+        slots = torch.cat([slots, batch.req_tensors.slot_mapping(batch.token_req_indices, batch.token_indices + 1)])
         slots = slots[slots < spare]  # several requests that have ended may write to the spare page
-        tokens, q = one_by_one(passes, batch, hidden, verdict, steps)
+        tokens, q = one_by_one(passes, batch, hidden, verify_output, steps)
         stored = keys[slots].clone(), values[slots].clone()
         keys[slots], values[slots] = torch.nan, torch.nan
-        own, own_q = draft_chain(passes, batch, hidden, verdict, steps)
+        own, own_q = draft_chain(passes, batch, hidden, verify_output, steps)
         assert torch.equal(own, tokens)
         assert q is own_q is None or (q is not None and own_q is not None and torch.equal(own_q, q))
         torch.testing.assert_close((keys[slots], values[slots]), stored, rtol=0, atol=0, equal_nan=True)
         self.stored += int(stored[0].isfinite().sum())
         self.calls += 1
-        self.sizes.add(len(seat_ids))
+        self.sizes.add(len(req_indices))
         return own, own_q
 
 

@@ -11,9 +11,9 @@ from mtpserve_kernels.cpu.accept import draw
 from torch import Tensor
 
 from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.sampling.rules import LogitRules
-from mtpserve.runtime.sampling.sampling import Asked, BatchSampler, SeatSampling
-from mtpserve.runtime.seats import SeatTensors
+from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
 from mtpserve.spec import cpu
 from mtpserve.spec.draft.propose import propose
 from mtpserve.spec.verify.accept import decide
@@ -36,22 +36,22 @@ def test_the_same_decision(temperature: float) -> None:
     batch.sampler.parameters.top_p.fill_(1.0)  # as an admission writes it
     ours, plain = cpu.decide(logits, batch, k, Thresholds()), decide(logits, batch, k, Thresholds())
     assert ours.path is None and not ours.failed.any()
-    assert torch.equal(ours.accepted, plain.accepted) and set(plain.accepted.tolist()) == {0, 1, 2, 3}
-    counts = torch.arange(k + 1) <= plain.accepted.unsqueeze(1)
+    assert torch.equal(ours.num_accepted_tokens, plain.num_accepted_tokens) and set(plain.num_accepted_tokens.tolist()) == {0, 1, 2, 3}
+    counts = torch.arange(k + 1) <= plain.num_accepted_tokens.unsqueeze(1)
     assert torch.equal(ours.tokens[counts], plain.tokens[counts])
 
 
 def sampler_of(vocab: int, dice: torch.Generator, **asked: Any) -> BatchSampler:
     """Every seat with parameters of its own."""
-    sizes = DraftSizes(steps=2, proposed=2, written=2)
-    seats = SeatSampling(SEATS - 1, LogitRules(SeatTensors(SEATS, 9, sizes, vocab, 16, CPU), SEATS, vocab, (), (), CPU), CPU)
+    sizes = DraftSizes(steps=2, num_proposed=2, written=2)
+    seats = SamplingState(SEATS - 1, LogitRules(DeviceRequests(SEATS, 9, sizes, vocab, 16, CPU), SEATS, vocab, (), (), CPU), CPU)
     for tensor, options in (
         (seats.temperature, [0.0, 0.5, 1.0, 1.5]), (seats.top_p, [1.0, 0.9, 0.3]), (seats.min_p, [0.0, 0.1]), (seats.top_k, [0, 5, 40]),
         (seats.coupled, [0, 1]),
     ):  # fmt: skip
         tensor.copy_(torch.tensor(options)[torch.randint(len(options), (SEATS,), generator=dice)])
     seats.seed.copy_(torch.randint(-(1 << 62), 1 << 62, (SEATS,), generator=dice))
-    return BatchSampler(seats, Asked(any_greedy=True, largest_k=40, any_top_p=True, any_min_p=True, **asked))
+    return BatchSampler(seats, SamplingFeatures(any_greedy=True, largest_k=40, any_top_p=True, any_min_p=True, **asked))
 
 
 @pytest.mark.parametrize("asked", [{}, {"any_coupled": True}, {"any_coupled": True, "all_coupled": True}], ids=str)
@@ -62,12 +62,12 @@ def test_the_same_drafts(vocab: int, asked: dict[str, Any]) -> None:
         sampler = sampler_of(vocab, dice, **asked)
         if not asked:
             sampler.seats.coupled.zero_()
-        seat_ids, index = torch.randperm(SEATS, generator=dice), torch.randint(500, (SEATS,), generator=dice)
+        req_indices, index = torch.randperm(SEATS, generator=dice), torch.randint(500, (SEATS,), generator=dice)
         logits = torch.randn(SEATS, vocab, generator=dice) * 2
         logits[0, ::3] = -torch.inf  # forbidden
         # In the chain's table the rows of one draft are not side by side.
         q, own_q = (None, None) if "all_coupled" in asked else torch.full((2, SEATS, 3, vocab), torch.nan)[:, :, 1]
-        ours, tokens = cpu.propose(logits, seat_ids, index, sampler, own_q), propose(logits, seat_ids, index, sampler, q)
+        ours, tokens = cpu.propose(logits, req_indices, index, sampler, own_q), propose(logits, req_indices, index, sampler, q)
         assert torch.equal(ours, tokens)
         if q is not None and own_q is not None:
             assert torch.equal(own_q > 0, q > 0)
@@ -102,11 +102,11 @@ def test_a_row_is_drawn_as_if_alone(with_threads: Callable[[int, Callable[[], An
     dice = torch.Generator().manual_seed(3)
     vocab = 20001
     cuts, logits = sampler_of(vocab, dice).parameters, torch.randn(SEATS, vocab, generator=dice)
-    seat_ids, index = torch.randperm(SEATS, generator=dice), torch.randint(500, (SEATS,), generator=dice)
+    req_indices, index = torch.randperm(SEATS, generator=dice), torch.randint(500, (SEATS,), generator=dice)
 
     def drawn(rows: slice) -> tuple[Tensor, Tensor]:
         q = torch.empty_like(logits[rows])
-        given = logits[rows], seat_ids[rows], index[rows]
+        given = logits[rows], req_indices[rows], index[rows]
         return draw(*given, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, cuts.coupled, q), q
 
     one, two = (with_threads(threads, lambda: drawn(slice(None))) for threads in (1, 2))

@@ -9,7 +9,7 @@ import torch
 from mtpserve_kernels.cache import reference as cache
 from mtpserve_kernels.cpu.seats import advance, following, hold, place, slots
 from mtpserve_kernels.seats import reference
-from mtpserve_kernels.seats.reference import Placed, Seats
+from mtpserve_kernels.seats.reference import PlacedRows, RequestTable
 from torch import Tensor
 
 from tests.kernels.cases import places
@@ -27,8 +27,8 @@ def test_slots_of_places(number: int, page: int) -> None:
     assert torch.equal(slots(part, seats, index, page), cache.slots(part, seats, index, page))
 
 
-def copied(seats: Seats) -> Seats:
-    return Seats(seats.tokens.clone(), seats.counts.clone(), seats.stops.clone(), seats.done.clone(), seats.page_table, PAGE)
+def copied(seats: RequestTable) -> RequestTable:
+    return RequestTable(seats.tokens.clone(), seats.counts.clone(), seats.stops.clone(), seats.done.clone(), seats.block_table, PAGE)
 
 
 def layout(requests: int, widest: int, seed: int) -> tuple[Tensor, ...]:
@@ -36,30 +36,38 @@ def layout(requests: int, widest: int, seed: int) -> tuple[Tensor, ...]:
     dice = torch.Generator().manual_seed(seed)
     drafts, committed = (first + torch.randint(widest + 1, (requests,), generator=dice) for first in (0, 1))
     width = committed + drafts
-    cu_q = torch.cat([torch.zeros(1, dtype=torch.int64), width.cumsum(0)])
+    query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), width.cumsum(0)])
     row_span = torch.arange(requests).repeat_interleave(width)
-    offset = torch.arange(len(row_span)) - cu_q[row_span]
-    seat_ids = torch.randperm(SEATS, generator=dice)[:requests]
-    return seat_ids, row_span, offset, cu_q, cu_q[:-1] + committed - 1, drafts, torch.randint(2, (requests,), generator=dice)
+    offset = torch.arange(len(row_span)) - query_start_loc[row_span]
+    req_indices = torch.randperm(SEATS, generator=dice)[:requests]
+    return (
+        req_indices,
+        row_span,
+        offset,
+        query_start_loc,
+        query_start_loc[:-1] + committed - 1,
+        drafts,
+        torch.randint(2, (requests,), generator=dice),
+    )
 
 
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize(("requests", "widest"), [(0, 3), (1, 0), (1, 7), (5, 0), (17, 3), (23, 8)])
 def test_rows(requests: int, widest: int, started: bool) -> None:
     given = random_seats(SEATS, requests)
-    seat_ids, row_span, offset, cu_q, _, drafts, samples = layout(requests, widest, requests + widest)
+    req_indices, row_span, offset, query_start_loc, _, drafts, samples = layout(requests, widest, requests + widest)
     start = torch.arange(requests) if started else None
-    wanted = reference.place(given, seat_ids, row_span, offset, cu_q, drafts, samples, start=start)
-    made = place(given, seat_ids, row_span, offset, cu_q, drafts, samples, start=start)
-    for field in fields(Placed):
+    wanted = reference.place(given, req_indices, row_span, offset, query_start_loc, drafts, samples, start=start)
+    made = place(given, req_indices, row_span, offset, query_start_loc, drafts, samples, start=start)
+    for field in fields(PlacedRows):
         assert torch.equal(getattr(made, field.name), getattr(wanted, field.name)), field.name
 
 
 @pytest.mark.parametrize("rows", [0, 1, 40])
 def test_the_tokens_after_rows(rows: int) -> None:
     given, dice = random_seats(SEATS, rows), torch.Generator().manual_seed(rows)
-    row_seats, index = torch.randint(SEATS, (rows,), generator=dice), torch.randint(LONGEST - 1, (rows,), generator=dice)
-    for made, wanted in zip(following(given, row_seats, index), reference.following(given, row_seats, index), strict=True):
+    token_req_indices, index = torch.randint(SEATS, (rows,), generator=dice), torch.randint(LONGEST - 1, (rows,), generator=dice)
+    for made, wanted in zip(following(given, token_req_indices, index), reference.following(given, token_req_indices, index), strict=True):
         assert torch.equal(made, wanted)
 
 
@@ -67,14 +75,14 @@ def test_the_tokens_after_rows(rows: int) -> None:
 def test_verdicts(requests: int, depth: int) -> None:
     """Tokens that stop a request, requests that reach their limit, that have ended, that do not sample."""
     before = random_seats(SEATS, requests + 1)
-    seat_ids, _, _, cu_q, last_row, _, samples = layout(requests, depth, 3 * requests + depth)
-    samples = samples.masked_fill(before.done[seat_ids], 0)
+    req_indices, _, _, query_start_loc, last_row, _, samples = layout(requests, depth, 3 * requests + depth)
+    samples = samples.masked_fill(before.done[req_indices], 0)
     dice = torch.Generator().manual_seed(depth)
     accepted = torch.randint(depth + 1, (requests,), generator=dice)
     tokens = torch.randint(40, (requests, 2 * depth + 2), generator=dice)[:, ::2]  # not contiguous
     wanted, made = copied(before), copied(before)
-    reference.advance(wanted, seat_ids, cu_q, last_row, samples, accepted, tokens)
-    advance(made, seat_ids, cu_q, last_row, samples, accepted, tokens)
+    reference.advance(wanted, req_indices, query_start_loc, last_row, samples, accepted, tokens)
+    advance(made, req_indices, query_start_loc, last_row, samples, accepted, tokens)
     for name in ("tokens", "counts", "done"):
         assert torch.equal(getattr(made, name), getattr(wanted, name)), name
     assert requests < 17 or not torch.equal(before.done, made.done)
@@ -83,12 +91,12 @@ def test_verdicts(requests: int, depth: int) -> None:
 @pytest.mark.parametrize(("requests", "drafts"), [(0, 3), (1, 0), (1, 7), (17, 3), (23, 8)])
 def test_drafts_that_wait(requests: int, drafts: int) -> None:
     before, dice = random_seats(SEATS, requests + 2), torch.Generator().manual_seed(drafts)
-    seat_ids, count = torch.randperm(SEATS, generator=dice)[:requests], torch.randint(drafts + 1, (requests,), generator=dice)
+    req_indices, count = torch.randperm(SEATS, generator=dice)[:requests], torch.randint(drafts + 1, (requests,), generator=dice)
     tokens = torch.randint(40, (requests, 2 * drafts), generator=dice)[:, ::2]  # not contiguous
     wanted, made = copied(before), copied(before)
     probs, kept, own = torch.rand(requests, drafts, 50), torch.zeros(SEATS, 8, 50), torch.zeros(SEATS, 8, 50)
-    reference.hold(wanted, seat_ids, tokens, count, (probs, kept) if drafts else None)
-    hold(made, seat_ids, tokens, count, (probs, own) if drafts else None)
+    reference.hold(wanted, req_indices, tokens, count, (probs, kept) if drafts else None)
+    hold(made, req_indices, tokens, count, (probs, own) if drafts else None)
     assert torch.equal(own, kept) and bool(kept.any()) == (requests * drafts > 0)
     assert torch.equal(made.tokens, wanted.tokens) and torch.equal(made.counts, wanted.counts)
     assert requests < 17 or not (torch.equal(made.tokens, before.tokens) or torch.equal(made.counts, before.counts))

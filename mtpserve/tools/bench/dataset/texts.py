@@ -36,15 +36,15 @@ class TextMaker:
         count_of = self.plain if part_of_prompt else self.count
         ids = list(self._tokenizer.encode(source)) if source else []
         best = (before, count_of(before))
-        part, want = "", tokens - best[1]
+        part, draft_depth = "", tokens - best[1]
         for _ in range(ROUNDS):
-            if best[1] == tokens or want < 1:
+            if best[1] == tokens or draft_depth < 1:
                 break
-            part = self._tokenizer.decode((ids * (want // len(ids) + 1))[:want]) if ids else self._resized(part, want)
+            part = self._tokenizer.decode((ids * (draft_depth // len(ids) + 1))[:draft_depth]) if ids else self._resized(part, draft_depth)
             count = count_of(before + part)
             if abs(count - tokens) < abs(best[1] - tokens):
                 best = (before + part, count)
-            want += tokens - count
+            draft_depth += tokens - count
         return best
 
     def _resized(self, part: str, tokens: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 BYTES = 8
 
 
-class Pulse:
+class Heartbeat:
     """The process's own, until `share`."""
 
     def __init__(self) -> None:
@@ -33,4 +33,4 @@ class Pulse:
             self._count = memoryview(mmap.mmap(opened.fileno(), BYTES)).cast("Q")
 
 
-PULSE = Pulse()
+PULSE = Heartbeat()

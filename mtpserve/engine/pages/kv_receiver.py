@@ -13,13 +13,13 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key
 from mtpserve.cache.leases import Place
 from mtpserve.core.plan import Transferred
-from mtpserve.core.sequence import Sequence
+from mtpserve.core.request_state import RequestState
 from mtpserve.engine.pages.host import HostMemory
 
 NO_ROOM = "no_room"  # why pages were not asked for
 
 
-class Pulls:
+class KVReceiver:
     def __init__(self, host: HostMemory, pages: PageGroups) -> None:
         self._host, self._pages = host, pages
         self._coming: dict[Place, int] = {}  # the batch in which each comes
@@ -32,21 +32,21 @@ class Pulls:
     def pending(self) -> bool:
         return bool(self._batches)
 
-    def waits(self, seq: Sequence, keys: Seq[Key]) -> bool:
+    def waits(self, req: RequestState, keys: Seq[Key]) -> bool:
         """Whether a request that may start after the columns with these `keys` has some of them still to come."""
-        if seq.source is None:
+        if req.kv_source is None:
             return False
-        if seq.pulls is None and not self._ask(seq, keys):
+        if req.kv_transfers is None and not self._ask(req, keys):
             return True
-        return self.open(seq)
+        return self.open(req)
 
-    def open(self, seq: Sequence) -> bool:
+    def open(self, req: RequestState) -> bool:
         """Some of what the request has asked for is still to come."""
-        return seq.pulls is not None and not self._batches.keys().isdisjoint(seq.pulls)
+        return req.kv_transfers is not None and not self._batches.keys().isdisjoint(req.kv_transfers)
 
-    def _ask(self, seq: Sequence, keys: Seq[Key]) -> bool:
+    def _ask(self, req: RequestState, keys: Seq[Key]) -> bool:
         """False: there will be room for its pages once others have come."""
-        assert seq.source is not None
+        assert req.kv_source is not None
         needed = self._pages.needed(len(keys)) if keys else []
         places = [(group, keys[column]) for group, columns in enumerate(needed) for column in columns]
         lacking = [place for place in places if place in self._coming or not self._found(place)]
@@ -54,15 +54,15 @@ class Pulls:
         blocks = self._blocks(own)
         if blocks is None and self._batches:
             return False
-        seq.pulls = frozenset(self._coming[place] for place in lacking if place in self._coming)
+        req.kv_transfers = frozenset(self._coming[place] for place in lacking if place in self._coming)
         if blocks is None:
             self.failed[NO_ROOM] += len(own)
         elif own:
             self._count += 1
-            seq.pulls |= {self._count}
+            req.kv_transfers |= {self._count}
             self._coming |= dict.fromkeys(own, self._count)
             self._batches[self._count] = {
-                self._host.move("pull", group, block, key=key, source=seq.source)
+                self._host.move("pull", group, block, key=key, source=req.kv_source)
                 for (group, key), block in zip(own, blocks, strict=True)
             }  # fmt: skip
         return True
@@ -86,7 +86,7 @@ class Pulls:
             blocks.append(taken)
         return blocks
 
-    def book(self, each: Transferred) -> None:
+    def commit(self, each: Transferred) -> None:
         moved = each.transfer
         place = moved.group, moved.key
         batch = self._coming.pop(place)

@@ -18,8 +18,8 @@ from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.config import CacheConfig, DisaggregationConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.engine.pages.exports import Exporter, Exports
-from mtpserve.engine.pages.pulls import Pulls
+from mtpserve.engine.pages.kv_receiver import KVReceiver
+from mtpserve.engine.pages.kv_sender import Exporter, KVSender
 from mtpserve.engine.pages.tiers import Tiers
 from mtpserve.runtime.paging import GroupBlocks, Transfers, block_bytes, host_blocks, parts_of
 from mtpserve.runtime.remote.client import PageClient
@@ -96,11 +96,11 @@ def make_tiers(
     way, remote = nodes.disaggregation_transfer_backend, None
     nixl = Nixl(blocks if shared is None else [shared.whole]) if way == "nixl" and nodes.role is not None else None
     if nodes.pulls:
-        tiers.pulls = Pulls(tiers, groups)
+        tiers.receiver = KVReceiver(tiers, groups)
         remote = PageClient(facts, nodes.disaggregation_timeout, way, nixl)
     if shared is not None and nodes.keeps:
         leases = Leases(nodes.disaggregation_lease)
         server = PageServer(nodes.host, nodes.port(options.engine), facts, shared, leases, nixl)
-        tiers.exports = Exports(tiers, groups, leases, Exporter(server.engine, server.host, server.port))
+        tiers.sender = KVSender(tiers, groups, leases, Exporter(server.engine, server.host, server.port))
         tiers.on_close = server.close
     return tiers, Transfers(moved, disk, remote)

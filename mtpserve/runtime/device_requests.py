@@ -3,7 +3,7 @@
     tokens[seat]   |---- committed ----|x| d1 d2 d3 |   void   |        x is the last committed token, length is the place after it
     computed[seat] |------ KV is in the pages -----|                    computed = length - 1 between two steps of a decoding request
 
-What follows `length` is void or a proposal; committing is writing there and moving `length`.
+What follows `num_tokens` is void or a proposal; committing is writing there and moving `num_tokens`.
 
 A request ends here (`done`) as soon as it has a stop token or all its tokens, which the host learns later: steps that were launched
 in between leave its seat as it is. There is one seat more than requests can run; it is no request's, always done, and pads batches.
@@ -20,29 +20,29 @@ from mtpserve_kernels.cache import reference as cache
 from mtpserve_kernels.seats import reference
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Drafts, Tree, Verdict
+from mtpserve.core.batch import Batch, Drafts, Tree, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.runtime.transfer import upload, write
 
 STOPS = 32  # stop tokens of a request that the device looks for; one with more of them is ended by the host alone
 
 
-class SeatKernels(NamedTuple):
+class RequestKernels(NamedTuple):
     """What a step reads from the seats and writes to them, as mtpserve_kernels.seats.reference has it."""
 
     slots: reference.SlotsOf = cache.slots
-    place: Callable[..., reference.Placed] | None = None  # None: the reference with these slots
-    following: Callable[[reference.Seats, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None  # likewise
+    place: Callable[..., reference.PlacedRows] | None = None  # None: the reference with these slots
+    following: Callable[[reference.RequestTable, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None  # likewise
     advance: Callable[..., None] = reference.advance
     hold: Callable[..., None] = reference.hold
     result_table: Callable[..., Tensor] = reference.result_table
 
 
-TORCH = SeatKernels()
+TORCH = RequestKernels()
 
 
-class SeatTensors:
-    """core.protocols.Seats.
+class DeviceRequests:
+    """core.batch.RequestTensors.
 
     `trees` and `sources` are there only for drafters whose proposals branch or come from several sources; a chain needs neither.
     `spare_pages`: of each group of pages (core.arch.page_groups) one that no request ever gets: what pads a batch is written there.
@@ -50,14 +50,14 @@ class SeatTensors:
 
     def __init__(
         self, seats: int, max_len: int, sizes: DraftSizes, vocab: int, page_size: int, device: torch.device, eos_ids: Collection[int] = (),
-        spare_pages: Seq[int] = (0,), coupled: bool = False, in_flight: int = 0, kernels: SeatKernels = TORCH,
+        spare_pages: Seq[int] = (0,), coupled: bool = False, in_flight: int = 0, kernels: RequestKernels = TORCH,
     ) -> None:  # fmt: skip
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
-        self.spare_slots, self._slots_of = [page * page_size for page in spare_pages], kernels.slots
+        self.padding_slots, self._slots_of = [page * page_size for page in spare_pages], kernels.slots
         self._place, self._advance = kernels.place or partial(reference.place, slots_of=kernels.slots), kernels.advance
         self._hold, self._result_table = kernels.hold, kernels.result_table
         self._following = kernels.following or partial(reference.following, slots_of=kernels.slots)
-        whole, drafts = max_len + sizes.lookahead(in_flight), sizes.nodes
+        whole, drafts = max_len + sizes.num_lookahead_tokens(in_flight), sizes.nodes
 
         # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler along: seconds of imports.
         def integers(*shape: int, fill: int = 0) -> Tensor:
@@ -67,15 +67,15 @@ class SeatTensors:
         self.tokens = integers(seats, whole)
         # One column is written at admission; each row has its name.
         self.counts = integers(5, seats)
-        self.length, self.computed, self.prompt, self.limit, self.waiting = self.counts.unbind(0)
+        self.num_tokens, self.num_computed_tokens, self.prompt, self.limit, self.num_draft_tokens = self.counts.unbind(0)
         # The padding seat's request has one token, and room for no more.
         write(self.counts[:, self.padding], (1, 0, 1, 1, 0))
         self.stops = integers(seats, STOPS, fill=-1)
         self.done = torch.ones(seats, dtype=torch.bool, device=device)
-        self.page_tables = integers(len(spare_pages), seats, -(-whole // page_size))
-        for table, page in zip(self.page_tables, spare_pages, strict=True):
+        self.block_tables = integers(len(spare_pages), seats, -(-whole // page_size))
+        for table, page in zip(self.block_tables, spare_pages, strict=True):
             table.fill_(page)
-        self._rows = reference.Seats(self.tokens, self.counts, self.stops, self.done, self.page_tables[0], page_size)
+        self._rows = reference.RequestTable(self.tokens, self.counts, self.stops, self.done, self.block_tables[0], page_size)
         chained = 0 if coupled else sizes.depth
         self.draft_probs = torch.zeros(seats, chained, vocab if chained else 1, device=device)
         self.draft_tree = (
@@ -92,81 +92,97 @@ class SeatTensors:
 
     @property
     def nbytes(self) -> int:
-        own = self.tokens, self.counts, self.stops, self.done, self.page_tables, self.draft_probs, self.draft_sources
+        own = self.tokens, self.counts, self.stops, self.done, self.block_tables, self.draft_probs, self.draft_sources
         return sum(part.nbytes for part in (*own, *(self.draft_tree or ())))
 
-    def predict(self, seat: int, prediction: Tensor) -> None:
+    def predict(self, req_idx: int, prediction: Tensor) -> None:
         """What the output of the request in this seat probably repeats [n]; empty: nothing."""
-        self.predictions.pop(seat, None)
+        self.predictions.pop(req_idx, None)
         if len(prediction):
-            self.predictions[seat] = prediction.clone()
+            self.predictions[req_idx] = prediction.clone()
 
     def keep_probs(self, depth: int, vocab: int) -> None:
         """Room for what chains of this depth are drawn from, where the seats were made without."""
         if self.draft_probs.shape[1] < depth:
-            self.draft_probs = torch.zeros(len(self.length), depth, vocab, device=self.device)
+            self.draft_probs = torch.zeros(len(self.num_tokens), depth, vocab, device=self.device)
 
-    def slots(self, seat_ids: Tensor, index: Tensor, group: int = 0) -> Tensor:
-        return self._slots_of(self.page_tables[group], seat_ids, index, self.page_size)
+    def slot_mapping(self, req_indices: Tensor, index: Tensor, group: int = 0) -> Tensor:
+        return self._slots_of(self.block_tables[group], req_indices, index, self.page_size)
 
-    def prompt_length(self, seat_ids: Tensor) -> Tensor:
-        return self.prompt[seat_ids]
+    def num_prompt_tokens(self, req_indices: Tensor) -> Tensor:
+        return self.prompt[req_indices]
 
     def predicted(self, seats: Iterable[int]) -> tuple[Tensor, Tensor] | None:
         """Batch.predictions of these seats."""
         if self.predictions.keys().isdisjoint(seats):
             return None
-        rows = [self.predictions.get(seat, self.length[:0]) for seat in seats]
+        rows = [self.predictions.get(req_idx, self.num_tokens[:0]) for req_idx in seats]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), upload([len(row) for row in rows], self.device)
 
-    def waiting_tree(self, seat_ids: Tensor, drafts: int) -> Tree:
+    def waiting_tree(self, req_indices: Tensor, drafts: int) -> Tree:
         assert self.draft_tree is not None
-        parents, ancestors, depths = (part[seat_ids] for part in self.draft_tree)
+        parents, ancestors, depths = (part[req_indices] for part in self.draft_tree)
         return Tree(parents[:, :drafts], ancestors[:, : drafts + 1], depths[:, : drafts + 1])
 
     def place(
-        self, seat_ids: Tensor, row_span: Tensor, offset: Tensor, cu_q: Tensor, drafts: Tensor, samples: Tensor, start: Tensor | None = None
-    ) -> reference.Placed:
+        self,
+        req_indices: Tensor,
+        row_span: Tensor,
+        offset: Tensor,
+        query_start_loc: Tensor,
+        drafts: Tensor,
+        samples: Tensor,
+        start: Tensor | None = None,
+    ) -> reference.PlacedRows:
         """The rows of a step: see mtpserve_kernels.seats.reference.place."""
-        return self._place(self._rows, seat_ids, row_span, offset, cu_q, drafts, samples, start=start)
+        return self._place(self._rows, req_indices, row_span, offset, query_start_loc, drafts, samples, start=start)
 
-    def following(self, seat_ids: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._following(self._rows, seat_ids, index)
+    def next_tokens(self, req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._following(self._rows, req_indices, index)
 
-    def advance(self, batch: Batch, verdict: Verdict) -> None:
-        """Commit a verdict. A span that does not sample writes after its length, where nothing counts, and moves `computed` only."""
-        self._advance(self._rows, batch.seat_ids, batch.cu_q, batch.last_row, batch.samples, verdict.accepted, verdict.tokens)
+    def advance(self, batch: Batch, verify_output: VerifyOutput) -> None:
+        """Commit a verdict. A span that does not sample writes after its length, where nothing counts, and moves `num_computed_tokens`
+        only."""
+        self._advance(
+            self._rows,
+            batch.req_indices,
+            batch.query_start_loc,
+            batch.last_token_rows,
+            batch.samples,
+            verify_output.num_accepted_tokens,
+            verify_output.tokens,
+        )
 
-    def result_table(self, batch: Batch, verdict: Verdict) -> Tensor:
+    def result_table(self, batch: Batch, verify_output: VerifyOutput) -> Tensor:
         """What the host gets of a step: see mtpserve_kernels.seats.reference.result_table. Before the seats are changed."""
-        tree = (batch.tree.parents, verdict.path) if batch.tree is not None and verdict.path is not None else ()
+        tree = (batch.tree.parents, verify_output.path) if batch.tree is not None and verify_output.path is not None else ()
         return self._result_table(
-            batch.seat_ids, batch.ids, batch.sample_rows, self.draft_sources, batch.draft_count, verdict.accepted, verdict.failed,
-            verdict.tokens, *tree,
+            batch.req_indices, batch.input_ids, batch.sample_rows, self.draft_sources, batch.num_draft_tokens,
+            verify_output.num_accepted_tokens, verify_output.failed, verify_output.tokens, *tree,
         )  # fmt: skip
 
-    def hold(self, seat_ids: Tensor, drafts: Drafts | None, trees: bool) -> None:
+    def store_drafts(self, req_indices: Tensor, drafts: Drafts | None, trees: bool) -> None:
         """Put proposals after the committed tokens, where the next span's rows are read from. `trees`: some of these seats are
         `branching`."""
         if drafts is None:
-            self.waiting.index_fill_(0, seat_ids, 0)
+            self.num_draft_tokens.index_fill_(0, req_indices, 0)
             return
         number = drafts.tokens.shape[1]
         drawn = None if drafts.probs is None else (drafts.probs, self.draft_probs)
-        self._hold(self._rows, seat_ids, drafts.tokens, drafts.count, drawn)
+        self._hold(self._rows, req_indices, drafts.tokens, drafts.num_draft_tokens, drawn)
         if drafts.sources is not None:
-            self.draft_sources[seat_ids, :number] = drafts.sources
+            self.draft_sources[req_indices, :number] = drafts.sources
         elif trees:
-            self.draft_sources.index_fill_(0, seat_ids, 0)
+            self.draft_sources.index_fill_(0, req_indices, 0)
         if self.draft_tree is None or (drafts.tree is None and not trees):
             return
         if drafts.tree is None:
             # All of a chain: what waits here next may be longer, and be verified beside a tree.
             number = self.draft_tree.parents.shape[1]
         tree = self.chain(number) if drafts.tree is None else drafts.tree
-        self.draft_tree.parents[seat_ids, :number] = tree.parents
-        self.draft_tree.ancestors[seat_ids, : number + 1] = tree.ancestors
-        self.draft_tree.depths[seat_ids, : number + 1] = tree.depths
+        self.draft_tree.parents[req_indices, :number] = tree.parents
+        self.draft_tree.ancestors[req_indices, : number + 1] = tree.ancestors
+        self.draft_tree.depths[req_indices, : number + 1] = tree.depths
 
     def chain(self, drafts: int) -> Tree:
         """One row, for any number of requests."""

@@ -30,7 +30,7 @@ class Coming:
     saving: set[tuple[int, int]]
 
 
-class Exports:
+class KVSender:
     def __init__(self, host: HostMemory, pages: PageGroups, leases: Leases, exporter: Exporter) -> None:
         self._host, self._pages, self._leases, self._exporter = host, pages, leases, exporter
         self._coming: dict[str, Coming] = {}
