@@ -344,6 +344,6 @@ def test_beside_prompts_only_those_rows_wait_whose_earlier_ones_do() -> None:
     """What a request with no row that waits has in such a step is absorbed with it: nobody keeps it."""
     req, span, waits = request("a", 4), SpanPlan(0, 4, 1, 0, True, True, None), []
     for beside in (True, False, True, True, True, True):
-        ((_, told),) = deferred([(req, span)], draft_depth=0, most=3, beside=beside)
+        ((_, told),) = deferred([(req, span)], draft_depth=0, max_deferred_tokens=3, beside_prompts=beside)
         waits.append((told.defers_kv, told.num_deferred_tokens, req.num_deferred_tokens))
     assert waits == [(False, 0, 0), (True, 0, 1), (True, 0, 2), (True, 0, 3), (False, 3, 0), (False, 0, 0)]
