@@ -27,22 +27,22 @@ MAX_TOKENS = 128
 
 
 def parser() -> Parser:
-    made = Parser(
+    arg_parser = Parser(
         prog="mtpserve generate",
         usage="%(prog)s [PROMPT] [options]",
         description="Continue a prompt: accepted drafts are green, rejected ones struck out.",
     )
-    made.add_argument("prompt", nargs="?", help="the text to continue; without it standard input is read")
-    made.add_argument("--keep-rejected", action="store_true", help="leave rejected drafts in the text, struck out")
-    group = made.add_argument_group("sampling options")
+    arg_parser.add_argument("prompt", nargs="?", help="the text to continue; without it standard input is read")
+    arg_parser.add_argument("--keep-rejected", action="store_true", help="leave rejected drafts in the text, struck out")
+    group = arg_parser.add_argument_group("sampling options")
     group.add_argument("--max-tokens", metavar="N", type=int, help=f"tokens to generate (default: {MAX_TOKENS})")
     group.add_argument("--temperature", metavar="X", type=float, help="0 is greedy (default: what the model's makers recommend, or 1)")
     group.add_argument("--top-k", metavar="N", type=int, help="keep the k likeliest tokens (default: all)")
     group.add_argument("--top-p", metavar="X", type=float, help="keep the likeliest tokens that together have this probability")
     group.add_argument("--min-p", metavar="X", type=float, help="drop tokens below this share of the likeliest one's probability")
     group.add_argument("--seed", metavar="N", type=int, help="the same seed gives the same text")
-    add_options(made, ENGINE_SECTIONS)
-    return made
+    add_options(arg_parser, ENGINE_SECTIONS)
+    return arg_parser
 
 
 @dataclass(slots=True)
@@ -73,25 +73,25 @@ class Tally:
 
 
 def run(arguments: Sequence[str]) -> int:
-    chosen = parser().parse(arguments)
-    sampling = sampling_of(chosen)
-    prompt = prompt_of(chosen)
-    values = given(chosen)
+    options = parser().parse(arguments)
+    sampling = sampling_of(options)
+    prompt = prompt_of(options)
+    values = given(options)
     settings(values)  # conflicting options fail here, before torch is imported
 
     from mtpserve.llm import LLM
 
-    known = {option.name for option in all_options(ENGINE_SECTIONS)}  # a shared config file may contain the server's too
-    with LLM(**{name: value for name, value in values.items() if name in known}) as llm:  # type: ignore[arg-type]
-        tally = paint(prompt, llm.stream(prompt, llm.sampling(**sampling)), chosen.keep_rejected)
+    names = {option.name for option in all_options(ENGINE_SECTIONS)}  # a shared config file may contain the server's too
+    with LLM(**{name: value for name, value in values.items() if name in names}) as llm:  # type: ignore[arg-type]
+        tally = paint(prompt, llm.stream(prompt, llm.sampling(**sampling)), options.keep_rejected)
     print(tally.line(), file=sys.stderr)
     return 0
 
 
-def sampling_of(chosen: Namespace) -> Values:
+def sampling_of(options: Namespace) -> Values:
     """The given sampling parameters. Raises ConfigError for an invalid one."""
     values: Values = {"max_tokens": MAX_TOKENS}
-    values |= {name: getattr(chosen, name) for name in SAMPLING if getattr(chosen, name) is not None}
+    values |= {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
     try:
         SamplingParams(**values)  # type: ignore[arg-type]
     except InvalidRequest as error:
@@ -99,9 +99,9 @@ def sampling_of(chosen: Namespace) -> Values:
     return values
 
 
-def prompt_of(chosen: Namespace) -> str:
-    if chosen.prompt is not None:
-        return str(chosen.prompt)
+def prompt_of(options: Namespace) -> str:
+    if options.prompt is not None:
+        return str(options.prompt)
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError("generate needs a prompt, as an argument or on standard input")
     return sys.stdin.read()

@@ -10,15 +10,15 @@ from mtpserve.cli.parser import Parser
 
 def parser() -> Parser:
     about = "Serve a model over HTTP with OpenAI's API. `mtpserve serve` is the same."
-    made = Parser(prog="mtpserve launch", usage="%(prog)s [MODEL] [options]", description=about)
-    made.add_argument("checkpoint", nargs="?", metavar="MODEL", help="the same as --model")
-    add_options(made)
-    return made
+    arg_parser = Parser(prog="mtpserve launch", usage="%(prog)s [MODEL] [options]", description=about)
+    arg_parser.add_argument("checkpoint", nargs="?", metavar="MODEL", help="the same as --model")
+    add_options(arg_parser)
+    return arg_parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    chosen = settings(given(parser().parse(arguments)))
+    config = settings(given(parser().parse(arguments)))
     from mtpserve.server.launch import serve
     from mtpserve.weights.checkpoint.hub import fetched
 
-    return serve(chosen.engine, chosen.server, fetch=fetched)
+    return serve(config.engine, config.server, fetch=fetched)

@@ -95,11 +95,11 @@ def dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, names: Iterable[str]) -> str:
     """The end of an error about `name`: "; " and the advice in peers.py or the most similar known names; "" if there are none."""
     if (instead := INSTEAD.get(dashed(name.lstrip("-")))) is not None:
         return f"; {instead}"
-    near = get_close_matches(name, list(known), n=3, cutoff=0.6)
+    near = get_close_matches(name, list(names), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -204,16 +204,16 @@ def from_tree(tree: Mapping[object, object]) -> Values:
 
 
 def from_keys(tree: Mapping[object, object], options: list[Option], where: str) -> Values:
-    known = {spelling: option for option in options for spelling in option.spellings}
+    by_spelling = {spelling: option for option in options for spelling in option.spellings}
     values: Values = {}
     for key, value in tree.items():
         spelling = dashed(str(key))
-        if spelling in known:
-            merge(values, {known[spelling].name: known[spelling].read(value)})
-        elif spelling == "speculative-config" and "speculative-algorithm" in known:
+        if spelling in by_spelling:
+            merge(values, {by_spelling[spelling].name: by_spelling[spelling].read(value)})
+        elif spelling == "speculative-config" and "speculative-algorithm" in by_spelling:
             merge(values, speculative(value, {option.name: option for option in options}))
         else:
-            raise ConfigError(f"unknown key {str(key)!r}{where}{suggest(spelling, known)}")
+            raise ConfigError(f"unknown key {str(key)!r}{where}{suggest(spelling, by_spelling)}")
     return values
 
 

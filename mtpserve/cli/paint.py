@@ -35,11 +35,11 @@ class Painter:
         if self._live:
             self._write(text, PROMPT)
 
-    def step(self, accepted: Sequence[str], own: str, rejected: Sequence[str]) -> None:
+    def step(self, accepted: Sequence[str], bonus: str, rejected: Sequence[str]) -> None:
         """Writes one step's pieces of text."""
         self.erase()
         self._write("".join(accepted), ACCEPTED)
-        self._write(own, OWN)
+        self._write(bonus, OWN)
         if self._live:
             self._write_rejected("".join(rejected).translate(ONE_LINE).translate(UNPRINTABLE))
 

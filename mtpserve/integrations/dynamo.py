@@ -49,9 +49,9 @@ SNAPSHOT_S = 0.5
 
 def options(argv: Sequence[str]) -> tuple[Settings, Namespace]:
     """Ours, and those of Dynamo's workers under their names. Raises ConfigError."""
-    made = parser()
-    made.prog, made.description = "python -m mtpserve.integrations.dynamo", "Serve a model as a worker of NVIDIA Dynamo."
-    group = made.add_argument_group("Dynamo's options")
+    arg_parser = parser()
+    arg_parser.prog, arg_parser.description = "python -m mtpserve.integrations.dynamo", "Serve a model as a worker of NVIDIA Dynamo."
+    group = arg_parser.add_argument_group("Dynamo's options")
     for name, default in NAMES.items():
         group.add_argument(f"--{name}", default=default)
     group.add_argument("--discovery-backend", default=os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"), help="etcd, kubernetes, file or mem")
@@ -59,7 +59,7 @@ def options(argv: Sequence[str]) -> tuple[Settings, Namespace]:
     group.add_argument("--event-plane", default=os.environ.get("DYN_EVENT_PLANE"), help="nats or zmq")
     for name in ("tool-call-parser", "reasoning-parser"):
         group.add_argument(f"--dyn-{name}", help="one of Dynamo's: its frontend reads the text")
-    parsed = made.parse(argv)
+    parsed = arg_parser.parse(argv)
     settings = chosen(given(parsed), DYNAMOS, "Dynamo's")
     if settings.engine.parallel.data_parallel_size > 1:
         raise ConfigError("--data-parallel-size must be 1 under Dynamo: start a worker for each engine, and its router chooses among them")
@@ -93,17 +93,17 @@ class Worker(LLMEngine):
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Worker, WorkerConfig]:
         settings, theirs = options(sys.argv[1:] if argv is None else argv)
         name = settings.engine.model.names[0]
-        named = {each: getattr(theirs, each) for each in ("namespace", "component", "endpoint", "endpoint_types")}
-        planes = {each: getattr(theirs, each) for each in ("discovery_backend", "request_plane", "event_plane")}
-        parsers = {each: getattr(theirs, f"dyn_{each}") for each in ("tool_call_parser", "reasoning_parser")}
+        named = {key: getattr(theirs, key) for key in ("namespace", "component", "endpoint", "endpoint_types")}
+        planes = {key: getattr(theirs, key) for key in ("discovery_backend", "request_plane", "event_plane")}
+        parsers = {key: getattr(theirs, f"dyn_{key}") for key in ("tool_call_parser", "reasoning_parser")}
         model = str(settings.engine.model.directory)
         return cls(settings), WorkerConfig(model_name=model, served_model_name=name, **named, **planes, **parsers)
 
     async def start(self, worker_id: int) -> Registration:
-        self.engines = found = await Engines.start(self.settings)
-        client, engine, card = found.client, found.settings.engine, found.client.card
-        self.service = found.app().state.service
-        self.tasks = [asyncio.create_task(found.end_process("the worker")), asyncio.create_task(self._tell(client))]
+        self.engines = engines = await Engines.start(self.settings)
+        client, engine, card = engines.client, engines.settings.engine, engines.client.card
+        self.service = engines.app().state.service
+        self.tasks = [asyncio.create_task(engines.end_process("the worker")), asyncio.create_task(self._tell(client))]
         while not (pages := client.stats().pages_total):
             await asyncio.sleep(0.01)  # the engine's first statistics follow its first word
         registration = LlmRegistration(
@@ -141,12 +141,12 @@ class Worker(LLMEngine):
         body.check()
         sampling = body.sampling(service.tokenizer.defaults, body.max_tokens)
         service.check_sampling(sampling)
-        (prompt,) = (each for each in body.prompts if not isinstance(each, str))
+        (prompt,) = (entry for entry in body.prompts if not isinstance(entry, str))
         service.check_ids(prompt, "prompt")
         service.check_length(prompt, body.max_tokens, "prompt")
         spelling = await service.spelling(sampling)
         requests = requests_of(service, spelling, id, prompt, sampling, body.choices, salt=body.salt)
-        choices = [Choice(service, each) for each in requests]
+        choices = [Choice(service, choice_request) for choice_request in requests]
         usage, scores, left = Usage(choices, len(choices)), list[TokenLogprob](), len(choices)
         async with contextlib.aclosing(Generation(service, choices, arrival, body.timeout, streaming=True).steps()) as stream:
             async for steps in stream:

@@ -45,18 +45,18 @@ class Engines:
         self.settings, self.client, self.tokenizer, self._meetings = settings, client, tokenizer, meetings
 
     @classmethod
-    async def start(cls, chosen: Settings, factory: str = DEFAULT_FACTORY) -> Engines:
+    async def start(cls, config: Settings, factory: str = DEFAULT_FACTORY) -> Engines:
         """What comes from the hub is downloaded first. Raises MTPServeError, and leaves no process then."""
-        engine = await asyncio.to_thread(fetched, chosen.engine)
+        engine = await asyncio.to_thread(fetched, config.engine)
         meetings = meetings_of(engine)
-        client = engines_of(engine, chosen.server.log_level, meetings, factory)
+        client = engines_of(engine, config.server.log_level, meetings, factory)
         try:
             _, tokenizer = await asyncio.gather(client.start(), asyncio.to_thread(load_tokenizer, engine.model))
         except BaseException:
             await client.stop(grace=0)
             clean(meetings)
             raise
-        return cls(Settings(engine, chosen.server), client, tokenizer, meetings)
+        return cls(Settings(engine, config.server), client, tokenizer, meetings)
 
     def app(self) -> FastAPI:
         """All of the server's routes."""

@@ -98,9 +98,11 @@ def chunk_of(index: int, step: StepOutput, tokenizer: Tokenizer, top: int | None
     """`top`: how many alternatives the request wants; None: no log-probabilities."""
     chunk: Fields = {"token_ids": step.tokens, "index": index}
     if top is not None and step.logprobs is not None:
-        chunk["log_probs"] = [each.logprob for each in step.logprobs]
+        chunk["log_probs"] = [token_logprob.logprob for token_logprob in step.logprobs]
         if top:
-            chunk["top_logprobs"] = [[alternative(tokenizer, rank, *one) for rank, one in enumerate(each.top, 1)] for each in step.logprobs]
+            chunk["top_logprobs"] = [
+                [alternative(tokenizer, rank, *one) for rank, one in enumerate(token_logprob.top, 1)] for token_logprob in step.logprobs
+            ]
     if step.finish is not None:
         chunk["finish_reason"] = "cancelled" if step.finish is Finish.ABORT else step.finish.value
     return chunk
@@ -113,12 +115,16 @@ def alternative(tokenizer: Tokenizer, rank: int, token: int, logprob: float) -> 
 
 def last_of(usage: Usage, prompt: list[int], scores: list[TokenLogprob], tokenizer: Tokenizer) -> Fields:
     """What the answer's last chunk has beside its tokens. `engine_data` reaches clients that ask for it by nvext.extra_fields."""
-    found = usage.object()
-    counted = {"prompt_tokens": found.prompt_tokens, "completion_tokens": found.completion_tokens, "total_tokens": found.total_tokens}
-    data: Fields = {"usage": msgspec.to_builtins(found)}
+    token_usage = usage.object()
+    counted = {
+        "prompt_tokens": token_usage.prompt_tokens,
+        "completion_tokens": token_usage.completion_tokens,
+        "total_tokens": token_usage.total_tokens,
+    }
+    data: Fields = {"usage": msgspec.to_builtins(token_usage)}
     if scores:
         data["prompt_logprobs"] = [None, *(scored(tokenizer, token, score) for token, score in zip(prompt[1:], scores, strict=False))]
-    cached = {"cached_tokens": found.prompt_tokens_details.cached_tokens}
+    cached = {"cached_tokens": token_usage.prompt_tokens_details.cached_tokens}
     return {"completion_usage": counted | {"prompt_tokens_details": cached}, "engine_data": data}
 
 

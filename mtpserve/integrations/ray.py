@@ -72,23 +72,23 @@ class ServedReplica:
 def app(args: Mapping[str, Any]) -> Application:
     """For `serve run` and `serve deploy`: options of `mtpserve launch`, and `deployment` with Ray's own, as a mapping or JSON. Raises
     ConfigError."""
-    given = dict(args)
-    own = given.pop("deployment", {})
+    options = dict(args)
+    overrides = options.pop("deployment", {})
     with contextlib.suppress(ValueError):
-        own = json.loads(own) if isinstance(own, str) else own
-    if not isinstance(own, Mapping):
-        raise ConfigError(f"deployment must have options of Ray's deployments, as JSON, got {own!r}")
-    settings = chosen(values_of(given), RAYS, "Ray's")
+        overrides = json.loads(overrides) if isinstance(overrides, str) else overrides
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"deployment must have options of Ray's deployments, as JSON, got {overrides!r}")
+    settings = chosen(values_of(options), RAYS, "Ray's")
     gpus = float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0.0
-    return serve.deployment(**deployment(settings.engine, own, gpus > 0))(ServedReplica).bind(settings)
+    return serve.deployment(**deployment(settings.engine, overrides, gpus > 0))(ServedReplica).bind(settings)
 
 
-def deployment(engine: EngineConfig, own: Mapping[str, Any], has_gpus: bool) -> dict[str, Any]:
-    """Ray's options: `own`, and where it says nothing a GPU for each device of a replica, a health check every second, time for open
+def deployment(engine: EngineConfig, overrides: Mapping[str, Any], has_gpus: bool) -> dict[str, Any]:
+    """Ray's options: `overrides`, and where it says nothing a GPU for each device of a replica, a health check every second, time for open
     streams when a replica is taken away, and, where replicas are to be scaled, the load at which another one is wanted."""
     parallel = engine.parallel
     busy = (engine.scheduler.max_running_requests or BUSY) * parallel.data_parallel_size
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "name": "mtpserve",
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
@@ -96,8 +96,8 @@ def deployment(engine: EngineConfig, own: Mapping[str, Any], has_gpus: bool) -> 
         "max_ongoing_requests": 2 * busy,
     }
     if engine.model.device == "cuda" or (engine.model.device == "auto" and has_gpus):
-        found["ray_actor_options"] = {"num_gpus": parallel.data_parallel_size * parallel.ranks}
-    found |= own
-    if isinstance(scaling := found.get("autoscaling_config"), Mapping):
-        found["autoscaling_config"] = {"target_ongoing_requests": busy} | dict(scaling)
-    return found
+        options["ray_actor_options"] = {"num_gpus": parallel.data_parallel_size * parallel.ranks}
+    options |= overrides
+    if isinstance(scaling := options.get("autoscaling_config"), Mapping):
+        options["autoscaling_config"] = {"target_ongoing_requests": busy} | dict(scaling)
+    return options

@@ -117,11 +117,15 @@ class ServerCounters:
 
     def as_json(self) -> dict[str, Any]:
         """Under the names of vLLM's client, and SGLang's `accept_length`; rates there are in percent, those by position are not."""
-        made: dict[str, Any] = {"counters_of": self.server, "counted_prompt_tokens": self.prompt, "counted_output_tokens": self.generated}
-        made |= {} if self.cached is None else {"cached_prompt_tokens": self.cached}
+        results: dict[str, Any] = {
+            "counters_of": self.server,
+            "counted_prompt_tokens": self.prompt,
+            "counted_output_tokens": self.generated,
+        }
+        results |= {} if self.cached is None else {"cached_prompt_tokens": self.cached}
         if not self.verifications:
-            return made
-        return made | {
+            return results
+        return results | {
             "spec_decode_num_drafts": self.verifications,
             "spec_decode_draft_tokens": self.proposed,
             "spec_decode_accepted_tokens": self.accepted,
@@ -137,7 +141,7 @@ def read_counters(text: str) -> ServerCounters | None:
     series: dict[str, list[tuple[str, float]]] = {}
     for name, labels, value in LINE.findall(text):
         series.setdefault(name, []).append((labels, float(value)))
-    names = next((each for each in SETS if each.generated in series), None)
+    names = next((counter_names for counter_names in SETS if counter_names.generated in series), None)
     if names is None:
         return None
 
@@ -149,8 +153,8 @@ def read_counters(text: str) -> ServerCounters | None:
             return None
         at: dict[int, float] = {}
         for labels, value in series[name]:
-            if found := POSITION.search(labels):
-                place = int(found[1]) - names.first
+            if match := POSITION.search(labels):
+                place = int(match[1]) - names.first
                 at[place] = at.get(place, 0.0) + value
         return tuple(at.get(place, 0.0) for place in range(1 + max(at, default=-1)))
 

@@ -66,8 +66,8 @@ def inspect_model(config: EngineConfig) -> InspectReport:
         notes.append(f"the memory plan is that of each of {ranks} ranks")
     apart = None if described.head is None else str(described.head.checkpoint.directory)
     if described.head is not None:
-        asked = f"--speculative-algorithm {spec.speculative_algorithm} --speculative-draft-model-path {spec.checkpoint}"
-        notes.append(f"{described.head.arch.kind} fits this model: {asked}")
+        flags = f"--speculative-algorithm {spec.speculative_algorithm} --speculative-draft-model-path {spec.checkpoint}"
+        notes.append(f"{described.head.arch.kind} fits this model: {flags}")
     if described.dummy:
         notes.append("dummy weights: the tensors are those of the model in memory, there is no checkpoint")
     groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
@@ -112,8 +112,8 @@ def in_files(described: Described, dtype: torch.dtype) -> Iterator[Counted]:
         apart = None if described.head is None or checkpoint is not described.head.checkpoint else described.head.arch.kind
         for name, entry in checkpoint.tensors.items():
             group = apart or group_of(name, prefix)
-            if (found := quantised.get((checkpoint.directory, name))) is not None:
-                one, parameters = found
+            if (placement := quantised.get((checkpoint.directory, name))) is not None:
+                one, parameters = placement
                 assert one.format is not None
                 yield group, one.format.label, len(one.group.tensors), parameters, one.size
             elif (checkpoint.directory, name) not in parts:

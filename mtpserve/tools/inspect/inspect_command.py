@@ -31,43 +31,43 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parser() -> Parser:
-    made = Parser(
+    arg_parser = Parser(
         prog="mtpserve inspect",
         usage="%(prog)s [MODEL] [options]\n       %(prog)s DRAFT --model MODEL [options]",
         description="Print a checkpoint's architecture, weights and memory plan.",
     )
     help = "the same as --model; together with --model, a head or draft model: whether it fits that model, and the plan with both"
-    made.add_argument("checkpoint", nargs="?", metavar="MODEL", help=help)
-    made.add_argument("texts", nargs="*", metavar="TEXTFILE", help="with --token-map: text like that which will be served")
-    made.add_argument("--token-map", metavar="OUT.json", help="write the most frequent tokens of the text files to this file")
-    made.add_argument("--token-map-size", metavar="N", type=int, default=TOKEN_MAP_SIZE, help=f"how many (default: {TOKEN_MAP_SIZE})")
-    made.add_argument("--memory", action="store_true", help="print only the memory plan")
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    add_options(made, ENGINE_SECTIONS)
-    return made
+    arg_parser.add_argument("checkpoint", nargs="?", metavar="MODEL", help=help)
+    arg_parser.add_argument("texts", nargs="*", metavar="TEXTFILE", help="with --token-map: text like that which will be served")
+    arg_parser.add_argument("--token-map", metavar="OUT.json", help="write the most frequent tokens of the text files to this file")
+    arg_parser.add_argument("--token-map-size", metavar="N", type=int, default=TOKEN_MAP_SIZE, help=f"how many (default: {TOKEN_MAP_SIZE})")
+    arg_parser.add_argument("--memory", action="store_true", help="print only the memory plan")
+    arg_parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_options(arg_parser, ENGINE_SECTIONS)
+    return arg_parser
 
 
 def run(arguments: Sequence[str]) -> int:
     from mtpserve.weights.checkpoint.hf import read_config
     from mtpserve.weights.checkpoint.hub import fetched
 
-    chosen = parser().parse(arguments)
-    texts = list(chosen.texts)
-    if chosen.token_map is not None and hasattr(chosen, "model") and chosen.checkpoint is not None:
-        texts.insert(0, chosen.checkpoint)
-        chosen.checkpoint = None
+    options = parser().parse(arguments)
+    texts = list(options.texts)
+    if options.token_map is not None and hasattr(options, "model") and options.checkpoint is not None:
+        texts.insert(0, options.checkpoint)
+        options.checkpoint = None
     draft = None
-    if chosen.token_map is None and hasattr(chosen, "model"):
-        draft, chosen.checkpoint = chosen.checkpoint, None
-    values = given(chosen)
+    if options.token_map is None and hasattr(options, "model"):
+        draft, options.checkpoint = options.checkpoint, None
+    values = given(options)
     if draft is not None:
         merge(values, {"speculative_draft_model_path": draft})
     with TemporaryDirectory(prefix="mtpserve-") as headers:
         # What counts tokens needs the tokenizer, and gets it from the hub's cache alone.
-        scratch = Path(headers) if chosen.token_map is None else None
+        scratch = Path(headers) if options.token_map is None else None
         engine = fetched(settings(values).engine, download=False, headers=scratch)
-        if chosen.token_map is not None:
-            write_token_map(engine, chosen.token_map, chosen.token_map_size, texts, chosen.json)
+        if options.token_map is not None:
+            write_token_map(engine, options.token_map, options.token_map_size, texts, options.json)
             return 0
         if texts:
             raise ConfigError(f"text files are counted with --token-map only, got {texts[0]!r}")
@@ -75,10 +75,10 @@ def run(arguments: Sequence[str]) -> int:
         from mtpserve.tools.inspect.checkpoint import inspect_model
 
         report = inspect_model(engine)
-    if chosen.json:
+    if options.json:
         print(json.dumps(report.as_json(), indent=2))
     else:
-        show(report, memory_alone=chosen.memory)
+        show(report, memory_alone=options.memory)
     return 0
 
 
@@ -88,18 +88,19 @@ def write_token_map(engine: EngineConfig, out: str, size: int, texts: list[str],
         raise ConfigError("--token-map needs text files to count tokens in")
     from mtpserve.tools.inspect.checkpoint import token_map
 
-    made = token_map(engine, size, texts)
-    made.write(out)
+    hot_token_map = token_map(engine, size, texts)
+    hot_token_map.write(out)
     if as_object:
-        print(json.dumps({"file": out, "tokens": len(made.tokens), "counted": made.counted, "distinct": made.distinct,
-                          "coverage": [{"tokens": n, "share": share} for n, share in made.coverage]}, indent=2))  # fmt: skip
+        print(json.dumps({"file": out, "tokens": len(hot_token_map.tokens), "counted": hot_token_map.counted,
+                          "distinct": hot_token_map.distinct,
+                          "coverage": [{"tokens": n, "share": share} for n, share in hot_token_map.coverage]}, indent=2))  # fmt: skip
         return
     console = terminal()
     table = plain(console, "coverage", "tokens in the map ", "share of the texts ", "")
-    for n, share in made.coverage:
+    for n, share in hot_token_map.coverage:
         table.add_row(f"{n:,}", f"{share:.2%}", f"written to {out}" if n == size else "")
     console.print(table)
-    console.print(f"note: {made.counted:,} tokens counted, {made.distinct:,} of them different")
+    console.print(f"note: {hot_token_map.counted:,} tokens counted, {hot_token_map.distinct:,} of them different")
 
 
 def show(report: InspectReport, memory_alone: bool) -> None:

@@ -123,7 +123,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        gaps = [each.gap for each in self.divergences]
+        gaps = [mismatch.gap for mismatch in self.divergences]
         greedy = max(gaps, default=0.0) <= self.tie
         if self.excuse is not None:
             greedy = greedy and self.excuse.rounding.explains_gaps(gaps, self.excuse.tokens.of)
@@ -256,12 +256,12 @@ def excuse(
     """Adds what rounding explains of the differences, the tie that follows from it, and the places after each first divergence."""
     spoken = [done.tokens for done in other["greedy"]]
     seeded = [law.feature for law in proof.laws if law.same_text is not None]
-    asked = [one for feature in seeded for one in work.sampled(feature)]
+    requests = [one for feature in seeded for one in work.sampled(feature)]
     first, second = ([done.tokens for feature in seeded for done in results[feature]] for results in (plain, other))
-    starts = {each.prompt: each.place for each in proof.divergences}
-    differing = [work.greedy()[i] for i in starts] + [one for one, a, b in zip(asked, first, second, strict=True) if a != b]
+    starts = {mismatch.prompt: mismatch.place for mismatch in proof.divergences}
+    differing = [work.greedy()[i] for i in starts] + [one for one, a, b in zip(requests, first, second, strict=True) if a != b]
     differing, count = differing[:AGAIN], len(work.prompts) + len(PROMPTS)
-    stages.sizes |= {SCORED: len(PROMPTS) + count, OTHER_FORMAT: count + len(asked), EXACT[0]: len(differing), EXACT[1]: len(differing)}
+    stages.sizes |= {SCORED: len(PROMPTS) + count, OTHER_FORMAT: count + len(requests), EXACT[0]: len(differing), EXACT[1]: len(differing)}
     stages.load()
     with LLM(**without) as llm:
         stages.done(0)
@@ -271,29 +271,33 @@ def excuse(
         texts += [prompt + done.tokens for (prompt, _), done in zip(more, completed(llm, more, stages.done), strict=True)]
         planned, scored = plan(llm.config), scores(llm, texts, lambda ended: stages.done(len(more) + ended))
     stages.load()
-    rounding = rounding_of(without, planned, scored, texts, asked, first, stages.done)
+    rounding = rounding_of(without, planned, scored, texts, requests, first, stages.done)
     proof.tie = rounding.bound
-    own = [score[len(prompt) - 1 :] for score, prompt in zip(scored, work.prompts, strict=False)]
-    lost = [divergence_at(i, place, *pair) for i in range(len(spoken)) for place, pair in enumerate(zip(own[i], spoken[i], strict=False))]
-    changed = [each for each in lost if each is not None]
-    proof.divergences += [each for each in changed if each.place > starts.get(each.prompt, -1)]
-    proof.divergences.sort(key=lambda each: (each.prompt, each.place))
+    answer_scores = [score[len(prompt) - 1 :] for score, prompt in zip(scored, work.prompts, strict=False)]
+    lost = [
+        divergence_at(i, place, *pair)
+        for i in range(len(spoken))
+        for place, pair in enumerate(zip(answer_scores[i], spoken[i], strict=False))
+    ]
+    changed = [mismatch for mismatch in lost if mismatch is not None]
+    proof.divergences += [mismatch for mismatch in changed if mismatch.place > starts.get(mismatch.prompt, -1)]
+    proof.divergences.sort(key=lambda mismatch: (mismatch.prompt, mismatch.place))
     proof.excuse = Excuse(
         rounding,
         tokens=Share(len(changed), sum(map(len, spoken))),
-        texts=Share(sum(a != b for a, b in zip(first, second, strict=True)), len(asked)),
+        texts=Share(sum(a != b for a, b in zip(first, second, strict=True)), len(requests)),
         exact=differing_in_exact_mode(options, without, differing, stages),
     )
 
 
-def differing_in_exact_mode(options: dict[str, Any], without: dict[str, Any], asked: Sequence[Asked], stages: ProofStages) -> Share:
+def differing_in_exact_mode(options: dict[str, Any], without: dict[str, Any], requests: Sequence[Asked], stages: ProofStages) -> Share:
     answers = []
-    for each in (without, options):
+    for llm_options in (without, options):
         stages.load()
-        with LLM(**each | {"speculative_exact": True}) as llm:
+        with LLM(**llm_options | {"speculative_exact": True}) as llm:
             stages.done(0)
-            answers.append([done.tokens for done in completed(llm, asked, stages.done)])
-    return Share(sum(a != b for a, b in zip(*answers, strict=True)), len(asked))
+            answers.append([done.tokens for done in completed(llm, requests, stages.done)])
+    return Share(sum(a != b for a, b in zip(*answers, strict=True)), len(requests))
 
 
 @dataclass(frozen=True, slots=True)

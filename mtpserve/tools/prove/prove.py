@@ -26,42 +26,42 @@ WHICH = (
 
 
 def parser() -> Parser:
-    made = Parser(
+    arg_parser = Parser(
         prog="mtpserve prove", usage="%(prog)s [options]", description="Compare a model's output with speculation to its output without."
     )
-    made.add_argument("--prompts", metavar="FILE", help="prompts, one JSON string or plain text per line (default: a built-in set)")
-    made.add_argument("--tokens", metavar="N", type=int, default=TOKENS, help=f"greedy tokens per prompt (default: {TOKENS})")
-    made.add_argument("--draws", metavar="N", type=int, default=DRAWS, help=f"draws per sampling feature and side (default: {DRAWS})")
-    made.add_argument(
+    arg_parser.add_argument("--prompts", metavar="FILE", help="prompts, one JSON string or plain text per line (default: a built-in set)")
+    arg_parser.add_argument("--tokens", metavar="N", type=int, default=TOKENS, help=f"greedy tokens per prompt (default: {TOKENS})")
+    arg_parser.add_argument("--draws", metavar="N", type=int, default=DRAWS, help=f"draws per sampling feature and side (default: {DRAWS})")
+    arg_parser.add_argument(
         "--tie", metavar="GAP", type=float,
         help="excuse greedy divergences between tokens whose log-probabilities differ by no more, and nothing else: 0 excuses nothing "
         "(default: what rounding in --dtype is measured to explain)",
     )  # fmt: skip
-    made.add_argument("--json", metavar="FILE", help="write all results here")
-    made.add_argument("--quiet", action="store_true", help="do not show on standard error how far it is")
-    add_options(made, ENGINE_SECTIONS)
-    return made
+    arg_parser.add_argument("--json", metavar="FILE", help="write all results here")
+    arg_parser.add_argument("--quiet", action="store_true", help="do not show on standard error how far it is")
+    add_options(arg_parser, ENGINE_SECTIONS)
+    return arg_parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    chosen = parser().parse(arguments)
+    options = parser().parse(arguments)
     for name in ("tokens", "draws"):
-        if getattr(chosen, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {getattr(chosen, name)}")
-    values = given(chosen)
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    values = given(options)
     if "record_steps" in values:
         raise ConfigError("--record-steps is for launch and generate: a proof runs several engines")
     settings(values)  # what the options rule out is said before anything loads
     from mtpserve.tools.prove.proof import PROMPTS, prove
     from mtpserve.tools.prove.proof_progress import ProofProgress
 
-    prompts = PROMPTS if chosen.prompts is None else read_prompts(chosen.prompts)
-    with ProofProgress(chosen.quiet) as progress:
-        proof = prove(dict(values), prompts, tokens=chosen.tokens, draws=chosen.draws, tie=chosen.tie, progress=progress)
-    steps = [] if proof.holds else next_steps(proof, values, chosen.tie)
-    show(proof, steps, chosen.tie)
-    if chosen.json:
-        Path(chosen.json).write_text(json.dumps(as_json(proof) | {"next": steps}, indent=2) + "\n", encoding="utf-8")
+    prompts = PROMPTS if options.prompts is None else read_prompts(options.prompts)
+    with ProofProgress(options.quiet) as progress:
+        proof = prove(dict(values), prompts, tokens=options.tokens, draws=options.draws, tie=options.tie, progress=progress)
+    steps = [] if proof.holds else next_steps(proof, values, options.tie)
+    show(proof, steps, options.tie)
+    if options.json:
+        Path(options.json).write_text(json.dumps(as_json(proof) | {"next": steps}, indent=2) + "\n", encoding="utf-8")
     return 0 if proof.holds else 1
 
 
@@ -80,15 +80,16 @@ def as_json(proof: Proof) -> dict[str, Any]:
     return {**asdict(proof), "laws": laws, "holds": proof.holds}
 
 
-def show(proof: Proof, steps: Sequence[str] = (), given: float | None = None) -> None:
-    """`steps`: what to try next. `given`: --tie."""
+def show(proof: Proof, steps: Sequence[str] = (), tie: float | None = None) -> None:
+    """`steps`: what to try next. `tie`: --tie."""
     print(f"drafter     {proof.drafting}")
-    differing = {each.prompt for each in proof.divergences}
+    differing = {divergence.prompt for divergence in proof.divergences}
     print(f"greedy      {proof.prompts - len(differing)} of {proof.prompts} prompts give the same text")
-    for each in sorted(proof.divergences, key=lambda each: -each.gap)[:SHOWN]:
-        other = "not among the likeliest" if each.speculative_logprob is None else f"{each.speculative_logprob:.5f}"
-        print(f"            prompt {each.prompt}, token {each.place}: plain {each.plain} ({each.plain_logprob:.5f}), "
-              f"speculative {each.speculative} ({other}): {judged(each, proof, given)}")  # fmt: skip
+    for divergence in sorted(proof.divergences, key=lambda divergence: -divergence.gap)[:SHOWN]:
+        other = "not among the likeliest" if divergence.speculative_logprob is None else f"{divergence.speculative_logprob:.5f}"
+        print(f"            prompt {divergence.prompt}, token {divergence.place}: "
+              f"plain {divergence.plain} ({divergence.plain_logprob:.5f}), "
+              f"speculative {divergence.speculative} ({other}): {judged(divergence, proof, tie)}")  # fmt: skip
     if len(proof.divergences) > SHOWN:
         print(f"            and {len(proof.divergences) - SHOWN} more, with smaller gaps")
     print("sampled     feature                 draws  p-value  same text")
@@ -98,7 +99,7 @@ def show(proof: Proof, steps: Sequence[str] = (), given: float | None = None) ->
         print(f"            {law.feature:22} {law.draws:6} {law.p_value:8.4f}  {share:>9}  {'DIFFERS' if differs else ''}".rstrip())
     if proof.excuse is not None:
         show_excuse(proof.excuse, proof.tie)
-        if not proof.excuse.rounding.explains_gaps([each.gap for each in proof.divergences], proof.excuse.tokens.of):
+        if not proof.excuse.rounding.explains_gaps([divergence.gap for divergence in proof.divergences], proof.excuse.tokens.of):
             print("            the gaps above are larger, or large ones more frequent, than rounding explains: DIFFERS")
     if (line := forgiven(proof)) is not None:
         print(f"forgiven    {line}")
@@ -112,18 +113,18 @@ def show(proof: Proof, steps: Sequence[str] = (), given: float | None = None) ->
         print(f"{'' if number else 'next':12}{step}")
 
 
-def judged(each: Divergence, proof: Proof, given: float | None) -> str:
-    apart = "" if each.gap == float("inf") else f"{each.gap:.2g} apart, "
-    if each.gap <= proof.tie:
-        return f"{apart}tie within {f'rounding, which explains up to {proof.tie:.2g}' if given is None else f'--tie {given:g}'}"
+def judged(divergence: Divergence, proof: Proof, tie: float | None) -> str:
+    apart = "" if divergence.gap == float("inf") else f"{divergence.gap:.2g} apart, "
+    if divergence.gap <= proof.tie:
+        return f"{apart}tie within {f'rounding, which explains up to {proof.tie:.2g}' if tie is None else f'--tie {tie:g}'}"
     if proof.excuse is not None:
         return f"{apart}DIFFERS: rounding explains up to {proof.tie:.2g}"
-    return f"{apart}DIFFERS" + (": the numbers are exact, so that nothing is excused" if given is None else f": --tie is {given:g}")
+    return f"{apart}DIFFERS" + (": the numbers are exact, so that nothing is excused" if tie is None else f": --tie is {tie:g}")
 
 
 def forgiven(proof: Proof) -> str | None:
     """None: nothing was."""
-    ties = [each.gap for each in proof.divergences if each.gap <= proof.tie]
+    ties = [divergence.gap for divergence in proof.divergences if divergence.gap <= proof.tie]
     texts = 0 if proof.excuse is None else proof.excuse.texts.count
     if not proof.holds or not (ties or texts):
         return None
@@ -188,5 +189,5 @@ def of_logic(values: Values) -> list[str]:
 def one_by_one(values: Values) -> list[str]:
     """None where no option was given that could change a text."""
     engines = {option.name for option in all_options(ENGINE_SECTIONS)}  # a config file may have the server's, too
-    given = [f"--{dashed(name)}" for name in values if name in engines.difference(WHICH)]
-    return [f"without {', '.join(given)}, one after the other: which of them it takes"] if given else []
+    flags = [f"--{dashed(name)}" for name in values if name in engines.difference(WHICH)]
+    return [f"without {', '.join(flags)}, one after the other: which of them it takes"] if flags else []

@@ -108,11 +108,11 @@ def chance_of(seen: Share, measured: Share, factor: float) -> float:
     return min(1.0, math.fsum(map(math.exp, chances)))
 
 
-def completed(llm: LLM, asked: Sequence[Asked], progress: Heard = unheard) -> list[Completion]:
+def completed(llm: LLM, requests: Sequence[Asked], progress: Heard = unheard) -> list[Completion]:
     """Raises ConfigError if a request fails."""
-    if not asked:
+    if not requests:
         return []
-    done = llm.generate([prompt for prompt, _ in asked], [sampling for _, sampling in asked], progress)
+    done = llm.generate([prompt for prompt, _ in requests], [sampling for _, sampling in requests], progress)
     if (error := next((completion.error for completion in done if completion.error is not None), None)) is not None:
         raise ConfigError(f"a request of the proof failed: {error}")
     return done
@@ -120,9 +120,9 @@ def completed(llm: LLM, asked: Sequence[Asked], progress: Heard = unheard) -> li
 
 def scores(llm: LLM, texts: Iterable[list[int]], progress: Heard = unheard) -> list[list[TokenLogprob]]:
     """Of each text's tokens from the second on, all of a text in one pass over it. A text that fills the context loses its last token."""
-    asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=MAX_LOGPROBS)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=MAX_LOGPROBS)
     longest = llm.engine.card.context_length - 1
-    return [completion.prompt_logprobs or [] for completion in completed(llm, [(text[:longest], asked) for text in texts], progress)]
+    return [completion.prompt_logprobs or [] for completion in completed(llm, [(text[:longest], sampling) for text in texts], progress)]
 
 
 def prefers_another(here: TokenLogprob, token: int) -> bool:
@@ -142,7 +142,7 @@ def rounding_of(
     planned: Plan,
     scored: list[list[TokenLogprob]],
     texts: list[list[int]],
-    asked: list[Asked],
+    requests: list[Asked],
     answers: list[list[int]],
     progress: Heard = unheard,
 ) -> Rounding:
@@ -155,9 +155,9 @@ def rounding_of(
     with LLM(**options | {"dtype": COMPARED[dtype], "kv_cache_dtype": "auto"}) as other:
         progress(0)
         again = scores(other, texts, progress)
-        done = completed(other, asked, lambda ended: progress(len(texts) + ended))
-    changed = sum(one != each.tokens for one, each in zip(answers, done, strict=True))
+        done = completed(other, requests, lambda ended: progress(len(texts) + ended))
+    changed = sum(one != completion.tokens for one, completion in zip(answers, done, strict=True))
     pairs = [pair for one, two in zip(scored, again, strict=True) for pair in zip(one, two, strict=True)]
     moved = sum(prefers_another(one, two.top[0][0]) for one, two in pairs)
     errors = tuple(sorted(scale * gap_error(one, two) for one, two in pairs))
-    return Rounding(dtype, COMPARED[dtype], scale, errors, Share(moved, len(pairs)), Share(changed, len(asked)))
+    return Rounding(dtype, COMPARED[dtype], scale, errors, Share(moved, len(pairs)), Share(changed, len(requests)))

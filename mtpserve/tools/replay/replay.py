@@ -83,23 +83,23 @@ def replay(recording: Recording, config: EngineConfig, *, progress: bool = False
 
 
 def run(recording: Recording, runner: ModelRunner) -> Replayed:
-    made = Replay(runner)
+    replayer = Replay(runner)
     for event in recording.events():
         match event:
             case StepPlanned(step, planned):
-                made.launch(step, planned)
+                replayer.launch(step, planned)
             case StepRead(step, result):
-                made.compare(step, result)
+                replayer.compare(step, result)
             case StepRaised():
-                made.compare_failure(event)
-        if made.outcome.difference is not None:
-            return made.outcome
-    made.outcome.unread, made.outcome.truncated = len(made.waiting), recording.truncated
-    for number, pending in made.waiting.items():
+                replayer.compare_failure(event)
+        if replayer.outcome.difference is not None:
+            return replayer.outcome
+    replayer.outcome.unread, replayer.outcome.truncated = len(replayer.waiting), recording.truncated
+    for number, pending in replayer.waiting.items():
         if pending.result() is None:
-            made.outcome.difference = f"step {number}, which was not read when it was recorded, raises {kind(pending.error)}"
+            replayer.outcome.difference = f"step {number}, which was not read when it was recorded, raises {kind(pending.error)}"
             break
-    return made.outcome
+    return replayer.outcome
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class Replay:
     def launch(self, number: int, planned: StepPlan) -> None:
         self.names |= {new_request.req_idx: new_request.id for new_request in planned.new_requests}
         self.outcome.steps += 1
-        self.outcome.requests += sum(len(each.tokens) == each.num_prompt_tokens for each in planned.new_requests)
+        self.outcome.requests += sum(len(new_request.tokens) == new_request.num_prompt_tokens for new_request in planned.new_requests)
         names = {span.req_idx: self.names.get(span.req_idx, "unknown") for span in planned.spans}
         try:
             self.waiting[number] = Pending(planned, names, self.runner.launch(planned))
@@ -145,7 +145,7 @@ class Replay:
 
 def difference(recorded: SpanResult, now: SpanResult) -> str | None:
     """In words; None: there is none."""
-    for name in ("error", *(each for each in SpanResult.__struct_fields__ if each not in (*SCORES, "error"))):
+    for name in ("error", *(field_name for field_name in SpanResult.__struct_fields__ if field_name not in (*SCORES, "error"))):
         before, after = getattr(recorded, name), getattr(now, name)
         if before != after:
             return f"{name} were {before} when it was recorded, and are {after} now"

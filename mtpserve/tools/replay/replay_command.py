@@ -13,36 +13,36 @@ if TYPE_CHECKING:
 
 
 def parser() -> Parser:
-    made = Parser(
+    arg_parser = Parser(
         prog="mtpserve replay", usage="%(prog)s FILE [options]",
         description="Run recorded steps once more and compare each result. Device, sizes and all other options are the recording's.",
     )  # fmt: skip
-    made.add_argument("file", metavar="FILE", help="what --record-steps wrote")
-    made.add_argument("--model", "--model-path", metavar="TEXT", help="where the model is here (default: where it was)")
-    return made
+    arg_parser.add_argument("file", metavar="FILE", help="what --record-steps wrote")
+    arg_parser.add_argument("--model", "--model-path", metavar="TEXT", help="where the model is here (default: where it was)")
+    return arg_parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    chosen = parser().parse(arguments)
+    options = parser().parse(arguments)
     # Not at the top: torch comes with them.
     from mtpserve.engine.startup.recording import Recording
     from mtpserve.tools.replay.replay import config_of, replay
     from mtpserve.weights.checkpoint.hub import fetched
 
-    recording = Recording(chosen.file)
-    config = fetched(config_of(recording.header, chosen.model))
+    recording = Recording(options.file)
+    config = fetched(config_of(recording.header, options.model))
     outcome = replay(recording, config, progress=sys.stderr.isatty())
     print("\n".join(lines(outcome, f"{recording.header.model}, {recording.header.dtype} on {recording.header.device}")))
     return 0 if outcome.difference is None else 1
 
 
 def lines(outcome: Replayed, where: str) -> list[str]:
-    made = [f"replayed {outcome.steps} steps, {outcome.requests} requests, {outcome.tokens} tokens: {where}"]
+    report = [f"replayed {outcome.steps} steps, {outcome.requests} requests, {outcome.tokens} tokens: {where}"]
     if outcome.raised:
-        made.append(f"{outcome.raised} of the steps raised when they were recorded")
+        report.append(f"{outcome.raised} of the steps raised when they were recorded")
     if outcome.unread:
-        made.append(f"{outcome.unread} of the steps had not been read when the recording ended")
+        report.append(f"{outcome.unread} of the steps had not been read when the recording ended")
     if outcome.truncated:
-        made.append("the file ends in the middle of a step: what comes before was replayed")
-    made.append("every result is the same" if outcome.difference is None else f"first difference: {outcome.difference}")
-    return made
+        report.append("the file ends in the middle of a step: what comes before was replayed")
+    report.append("every result is the same" if outcome.difference is None else f"first difference: {outcome.difference}")
+    return report

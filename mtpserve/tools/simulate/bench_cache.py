@@ -39,7 +39,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def parser() -> Parser:
-    made = Parser(
+    arg_parser = Parser(
         prog="mtpserve bench cache",
         usage="%(prog)s --trace FILE --pool-tokens N,N,... [options]",
         description="What hit rate and time to the first token a trace gets with a KV pool of some size. Nothing is computed: scheduler "
@@ -50,7 +50,7 @@ def parser() -> Parser:
         shown = "" if default is None else f" (default: {default:g})"
         group.add_argument(f"--{name}", metavar="X", type=float, default=default, help=help + shown)
 
-    trace = made.add_argument_group("the trace")
+    trace = arg_parser.add_argument_group("the trace")
     trace.add_argument(
         "--trace", metavar="FILE", required=True, help="in Mooncake's format, one JSON object per line, or ShareGPT's, a list"
     )
@@ -58,7 +58,7 @@ def parser() -> Parser:
     number(trace, "request-rate", "conversations per second, at random intervals, where the trace has no times", 1.0)
     number(trace, "think-time", "seconds before a conversation's next turn", 0.0)
     number(trace, "slowdown-factor", "of the trace's own times", 1.0)
-    device = made.add_argument_group("the device")
+    device = arg_parser.add_argument_group("the device")
     sizes = "tokens in its KV pool; several sizes give a row each (default: --max-total-tokens)"
     device.add_argument("--pool-tokens", metavar="N,N,...", help=sizes)
     below = "GiB of host memory for pages that the pool had to give up; several sizes give a row each (default: --kv-offload-gib)"
@@ -69,9 +69,9 @@ def parser() -> Parser:
     number(device, "host-bandwidth", "bytes per second to and from host memory, instead of the profile's")
     number(device, "disk-bandwidth", "bytes per second to and from the disk", DISK)
     number(device, "step-overhead-ms", "of each step, whatever is in it (default: the profile's for each kernel)")
-    made.add_argument("--output-file", metavar="FILE", help="write the results here as JSON, too")
-    add_options(made, SECTIONS, KNOWN)
-    return made
+    arg_parser.add_argument("--output-file", metavar="FILE", help="write the results here as JSON, too")
+    add_options(arg_parser, SECTIONS, KNOWN)
+    return arg_parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,72 +92,78 @@ class CacheBench:
 
 
 def run(arguments: Sequence[str]) -> int:
-    chosen = parser().parse(arguments)
+    options = parser().parse(arguments)
     for name in ("num_prompts", "request_rate", "slowdown_factor", "bandwidth", "flops", "host_bandwidth", "disk_bandwidth"):
-        check((value := getattr(chosen, name)) is None or 0 < value < math.inf, name, value, "above 0")
+        check((value := getattr(options, name)) is None or 0 < value < math.inf, name, value, "above 0")
     for name in ("think_time", "step_overhead_ms"):
-        check((value := getattr(chosen, name)) is None or 0 <= value < math.inf, name, value, "at least 0")
-    values = given(chosen)
+        check((value := getattr(options, name)) is None or 0 <= value < math.inf, name, value, "at least 0")
+    values = given(options)
     config = decided(values, settings(values).engine)
-    config = replace(config, scheduler=config.scheduler.on("cpu" if chosen.device_profile == "cpu" else "cuda"))
-    pools, hosts = read_pools(chosen.pool_tokens, config), read_hosts(chosen.host_gib, config)
-    bench = bench_of(chosen, values, config)
-    trace = read(chosen.trace, chosen, values, config)
+    config = replace(config, scheduler=config.scheduler.on("cpu" if options.device_profile == "cpu" else "cuda"))
+    pools, hosts = read_pools(options.pool_tokens, config), read_hosts(options.host_gib, config)
+    bench = bench_of(options, values, config)
+    trace = read(options.trace, options, values, config)
     rows = [as_row(bench, tokens, host, simulate(bench, trace, tokens, host)) for tokens in pools for host in hosts]
-    show(rows, chosen.trace, notes(values, chosen.device_profile, bench))
-    if chosen.output_file is not None:
-        write(chosen.output_file, {"trace": chosen.trace, "device_profile": chosen.device_profile, "pools": rows})
+    show(rows, options.trace, notes(values, options.device_profile, bench))
+    if options.output_file is not None:
+        write(options.output_file, {"trace": options.trace, "device_profile": options.device_profile, "pools": rows})
     return 0
 
 
-def bench_of(chosen: Any, values: Values, config: EngineConfig) -> CacheBench:
-    profile = PROFILES[chosen.device_profile]
+def bench_of(options: Any, values: Values, config: EngineConfig) -> CacheBench:
+    profile = PROFILES[options.device_profile]
     profile = DeviceProfile(
-        chosen.bandwidth or profile.bandwidth, chosen.flops or profile.flops, profile.gap, chosen.host_bandwidth or profile.host
+        options.bandwidth or profile.bandwidth, options.flops or profile.flops, profile.gap, options.host_bandwidth or profile.host
     )
-    overhead = None if chosen.step_overhead_ms is None else chosen.step_overhead_ms / 1000
+    overhead = None if options.step_overhead_ms is None else options.step_overhead_ms / 1000
     shape = shape_of(config) if "model" in values else ModelShape()
     # On a CPU the host computes: nothing overlaps.
-    overlap = int(chosen.device_profile != "cpu" and not config.scheduler.disable_overlap_schedule)
+    overlap = int(options.device_profile != "cpu" and not config.scheduler.disable_overlap_schedule)
     context = config.model.context_length or shape.context
     return CacheBench(
-        config, shape, StepCost.of(shape, profile, passes(config.spec) > 0, overhead), context, overlap, profile.host, chosen.disk_bandwidth
+        config,
+        shape,
+        StepCost.of(shape, profile, passes(config.spec) > 0, overhead),
+        context,
+        overlap,
+        profile.host,
+        options.disk_bandwidth,
     )
 
 
-def read_pools(given: str | None, config: EngineConfig) -> list[int]:
-    if given is None:
+def read_pools(text: str | None, config: EngineConfig) -> list[int]:
+    if text is None:
         if config.cache.max_total_tokens is None:
             raise ConfigError("--pool-tokens says how many tokens the KV pool has: one number, or several with commas between them")
         return [config.cache.max_total_tokens]
-    parts = [part.strip().replace("_", "") for part in given.split(",")]
+    parts = [part.strip().replace("_", "") for part in text.split(",")]
     if not all(part.isdecimal() and int(part) >= 16 for part in parts):
-        raise ConfigError(f"--pool-tokens must be whole numbers of at least 16 with commas between them, got {given!r}")
+        raise ConfigError(f"--pool-tokens must be whole numbers of at least 16 with commas between them, got {text!r}")
     return [int(part) for part in parts]
 
 
-def read_hosts(given: str | None, config: EngineConfig) -> list[int]:
+def read_hosts(text: str | None, config: EngineConfig) -> list[int]:
     """In bytes."""
-    if given is None:
+    if text is None:
         return [config.cache.host_bytes]
     try:
-        sizes = [float(part) for part in given.split(",")]
+        sizes = [float(part) for part in text.split(",")]
     except ValueError:
         sizes = [-1.0]
     allowed = "numbers of GiB with commas between them"
-    check(all(0 <= size < 1 << 20 for size in sizes), "host_gib", given, allowed)
+    check(all(0 <= size < 1 << 20 for size in sizes), "host_gib", text, allowed)
     return [int(size * (1 << 30)) for size in sizes]
 
 
 def decided(values: Values, config: EngineConfig) -> EngineConfig:
     """As a server would, as far as config.json tells."""
-    own = False
+    has_mtp = False
     if "model" in values:
         from mtpserve.weights.checkpoint.layouts import dummy_layers
 
         hf_config, family = described(config)
-        own = dummy_layers(hf_config, family.modules or family.uncounted) is not None
-    return replace(config, spec=named(config.spec, own))
+        has_mtp = dummy_layers(hf_config, family.modules or family.uncounted) is not None
+    return replace(config, spec=named(config.spec, has_mtp))
 
 
 def described(config: EngineConfig) -> tuple[HFConfig, Family]:
@@ -183,12 +189,12 @@ def shape_of(config: EngineConfig) -> ModelShape:
     return ModelShape.of(arch, 1 if small else size, 1 if config.cache.kv_cache_dtype.startswith("fp8") else size)
 
 
-def read(file: str, chosen: Any, values: Values, config: EngineConfig) -> list[TraceConversation]:
+def read(file: str, options: Any, values: Values, config: EngineConfig) -> list[TraceConversation]:
     from mtpserve.tools.simulate.traces import read_trace
 
     encode = encoder(config) if "tokenizer" in values or "model" in values else None
-    return read_trace(file, rate=chosen.request_rate, pause=chosen.think_time, slowdown=chosen.slowdown_factor, most=chosen.num_prompts,
-                      encode=encode, seed=config.scheduler.random_seed or 0)  # fmt: skip
+    return read_trace(file, rate=options.request_rate, pause=options.think_time, slowdown=options.slowdown_factor,
+                      limit=options.num_prompts, encode=encode, seed=config.scheduler.random_seed or 0)  # fmt: skip
 
 
 def encoder(config: EngineConfig) -> Encode:
@@ -217,7 +223,7 @@ def simulate(bench: CacheBench, trace: Sequence[TraceConversation], tokens: int,
     return simulation_of(bench.config, tokens, bench.context, bench.cost, overlap=bench.overlap, below=below).run(trace)
 
 
-def as_row(bench: CacheBench, tokens: int, host: int, made: Simulated) -> dict[str, Any]:
+def as_row(bench: CacheBench, tokens: int, host: int, result: Simulated) -> dict[str, Any]:
     from mtpserve.tools.simulate.simulator import percentile
 
     def milliseconds(values: list[float]) -> dict[str, float]:
@@ -227,31 +233,31 @@ def as_row(bench: CacheBench, tokens: int, host: int, made: Simulated) -> dict[s
         "pool_tokens": tokens,
         "pool_bytes": tokens * bench.shape.kv_bytes,
         "host_bytes": host,
-        "hit_rate": round(made.hit_rate, 6),
-        "ideal_hit_rate": round(made.ideal_hit_rate, 6),
-        "ttft_ms": milliseconds(made.first_token),
-        "tpot_ms": milliseconds(made.between_tokens),
-        "output_throughput": round(made.output_tokens / made.seconds, 3) if made.seconds else 0.0,
-        "seconds": round(made.seconds, 6),
-        "requests": made.requests,
-        "refused": made.refused,
-        "prompt_tokens": made.prompt_tokens,
-        "cached_tokens": made.cached_tokens,
-        "output_tokens": made.output_tokens,
-        "steps": made.steps,
-        "preemptions": made.preemptions,
-        "max_running_requests": made.seats,
-        "pages_peak": made.pages_peak,
+        "hit_rate": round(result.hit_rate, 6),
+        "ideal_hit_rate": round(result.ideal_hit_rate, 6),
+        "ttft_ms": milliseconds(result.first_token),
+        "tpot_ms": milliseconds(result.between_tokens),
+        "output_throughput": round(result.output_tokens / result.seconds, 3) if result.seconds else 0.0,
+        "seconds": round(result.seconds, 6),
+        "requests": result.requests,
+        "refused": result.refused,
+        "prompt_tokens": result.prompt_tokens,
+        "cached_tokens": result.cached_tokens,
+        "output_tokens": result.output_tokens,
+        "steps": result.steps,
+        "preemptions": result.preemptions,
+        "max_running_requests": result.seats,
+        "pages_peak": result.pages_peak,
     }
 
 
 def notes(values: Values, profile: str, bench: CacheBench) -> list[str]:
     model = bench.config.model.model if "model" in values else "no --model: a dense one of 8 billion parameters"
-    made = [f"{model}; {bench.shape.kv_bytes:,} bytes of KV per token; times are a roofline's of {profile}, no measurement"]
-    made.append(noted(bench.config.spec))
+    lines = [f"{model}; {bench.shape.kv_bytes:,} bytes of KV per token; times are a roofline's of {profile}, no measurement"]
+    lines.append(noted(bench.config.spec))
     if not ("model" in values or "tokenizer" in values):
-        made.append("no tokenizer: in a trace of texts four characters are one token")
-    return made
+        lines.append("no tokenizer: in a trace of texts four characters are one token")
+    return lines
 
 
 def show(rows: Sequence[dict[str, Any]], file: str, notes: Sequence[str]) -> None:

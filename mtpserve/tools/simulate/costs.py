@@ -84,8 +84,8 @@ class ModelShape:
             int(sum(kind.numbers for kind in attention_kinds(arch.layers)) * kv_size),
             sum(2 * (_wide(arch, kind) if kind.selected is None else _scored(arch, kind)) for kind in kinds),
             int((head + (stored - head) // layers) * weight_size),
-            kept := 2 * size * size + _kept(arch, kinds[-1]),
-            int(kept * weight_size),
+            kv_parameters := 2 * size * size + _kept(arch, kinds[-1]),
+            int(kv_parameters * weight_size),
             arch.max_positions,
         )
 

@@ -31,14 +31,14 @@ def passes(spec: SpecConfig) -> int:
     return 0 if spec.drafter is None else spec.steps
 
 
-def named(spec: SpecConfig, own: bool) -> SpecConfig:
+def named(spec: SpecConfig, has_mtp: bool) -> SpecConfig:
     """With a drafter: the one that is named, or MTP where the model has a layer of its own. Raises ConfigError where options need one and
     there is none."""
     if spec.named:
         return spec
-    if not own and spec.asked:
+    if not has_mtp and spec.asked:
         raise ConfigError(f"--{spec.asked[0].replace('_', '-')} needs something that drafts: --speculative-algorithm names it")
-    return spec.drafting_with("MTP" if own else NONE)
+    return spec.drafting_with("MTP" if has_mtp else NONE)
 
 
 def noted(spec: SpecConfig) -> str:
@@ -80,8 +80,10 @@ class SimulatedDevice:
         req.max_pending_draft_tokens = self.sizes.max_draft_tokens(self.want, plain=True)
 
     def launch(self, plan: StepPlan) -> StepResult:
-        for each in plan.new_requests:
-            self._seats[each.req_idx] = Speaker(self.answers[each.id], len(each.tokens) - each.num_prompt_tokens)
+        for new_request in plan.new_requests:
+            self._seats[new_request.req_idx] = Speaker(
+                self.answers[new_request.id], len(new_request.tokens) - new_request.num_prompt_tokens
+            )
         return StepResult([self._run(span, plan.draft_depth) for span in plan.spans])
 
     def _run(self, span: SpanPlan, draft_depth: int) -> SpanResult:

@@ -66,15 +66,15 @@ class SimulatedTransfers:
         return self._moving[0][0] if self._moving else None
 
     def start(self, transfers: Sequence[Transfer], now: float) -> None:
-        for each in transfers:
-            end = self._free_at[each.kind] = max(now, self._free_at[each.kind]) + self._seconds[each.kind]
-            heapq.heappush(self._moving, (end, each.number, each))
+        for transfer in transfers:
+            end = self._free_at[transfer.kind] = max(now, self._free_at[transfer.kind]) + self._seconds[transfer.kind]
+            heapq.heappush(self._moving, (end, transfer.number, transfer))
 
     def ended(self, now: float) -> list[Transferred]:
         over = list[Transferred]()
         while self._moving and self._moving[0][0] <= now:
-            each = heapq.heappop(self._moving)[2]
-            over.append(Transferred(each, self._outcome(each), self._seconds[each.kind], 0))
+            transfer = heapq.heappop(self._moving)[2]
+            over.append(Transferred(transfer, self._outcome(transfer), self._seconds[transfer.kind], 0))
         return over
 
     def _outcome(self, transfer: Transfer) -> bool:

@@ -169,9 +169,9 @@ class Simulation:
 
     def _findable(self, req: RequestState) -> int:
         """Tokens of a prompt that some request before it had, or just has."""
-        found = next((column for column, key in enumerate(req.block_hashes) if key not in self._seen), len(req.block_hashes))
-        self._seen.update(req.block_hashes[found:])
-        return min(found * self.pages.page_size, req.num_prompt_tokens - 1)
+        num_hit_blocks = next((column for column, key in enumerate(req.block_hashes) if key not in self._seen), len(req.block_hashes))
+        self._seen.update(req.block_hashes[num_hit_blocks:])
+        return min(num_hit_blocks * self.pages.page_size, req.num_prompt_tokens - 1)
 
     def _leave(self, request_id: str) -> None:
         if request_id in self._live:
@@ -286,5 +286,7 @@ def simulation_of(
         disk = None if below.disk is None else SimulatedDisk(below.disk)
         tiers, transfers = Tiers(pages, [below.host], disk), SimulatedTransfers(below.times, disk)
     policy = DepthPolicy(device.sizes, config.spec.steps) if config.spec.adaptive else None
-    made = device.limited(Scheduler)(pages, max_running=seats, token_budget=budget, eos_ids=(), service=service, tiers=tiers)
-    return Simulation(made, pages, device, cost, overlap=overlap, context=context, cached=cached, transfers=transfers, policy=policy)
+    device_scheduler = device.limited(Scheduler)(pages, max_running=seats, token_budget=budget, eos_ids=(), service=service, tiers=tiers)
+    return Simulation(
+        device_scheduler, pages, device, cost, overlap=overlap, context=context, cached=cached, transfers=transfers, policy=policy
+    )

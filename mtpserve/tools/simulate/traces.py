@@ -48,21 +48,21 @@ class TraceConversation:
     priority: int = 0
 
 
-def read_trace(file: str, *, rate: float, pause: float = 0.0, slowdown: float = 1.0, most: int | None = None, encode: Encode | None = None,
+def read_trace(file: str, *, rate: float, pause: float = 0.0, slowdown: float = 1.0, limit: int | None = None, encode: Encode | None = None,
                seed: int = 0) -> list[TraceConversation]:  # fmt: skip
     """In the order of arrival. `rate`: conversations per second, and `pause`: seconds before each further turn, where the file has no
-    times; `slowdown`: of the file's. `most`: conversations that are read. Raises ConfigError with the file and the line."""
+    times; `slowdown`: of the file's. `limit`: conversations that are read. Raises ConfigError with the file and the line."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--trace {file}: {getattr(error, 'strerror', None) or error}") from error
     if text.lstrip().startswith("["):
-        made = list(_sharegpt(file, text, rate, pause, most, encode or pieces, Random(seed)))
+        conversations = list(_sharegpt(file, text, rate, pause, limit, encode or pieces, Random(seed)))
     else:
-        made = list(_mooncake(file, text, slowdown, most))
-    if not made:
+        conversations = list(_mooncake(file, text, slowdown, limit))
+    if not conversations:
         raise ConfigError(f"--trace {file}: no request in it")
-    return sorted(made, key=lambda each: each.at)
+    return sorted(conversations, key=lambda conversation: conversation.at)
 
 
 def pieces(text: str) -> list[int]:
@@ -84,17 +84,17 @@ class Blocks:
         yield from range(self.numbers[-1] * BLOCK, self.numbers[-1] * BLOCK + end)
 
 
-def _mooncake(file: str, text: str, slowdown: float, most: int | None) -> Iterator[TraceConversation]:
+def _mooncake(file: str, text: str, slowdown: float, limit: int | None) -> Iterator[TraceConversation]:
     numbers: dict[int, int] = {}  # ids may be large hashes
     others, read = count(), 0
     for line, entry in enumerate(text.splitlines(), 1):
         if not entry.strip():
             continue
-        if read == most:
+        if read == limit:
             return
         read += 1
         time, length, output, ids = _entry(f"--trace {file}, line {line}", entry)
-        blocks = [numbers.setdefault(each, len(numbers)) for each in ids]
+        blocks = [numbers.setdefault(hash_id, len(numbers)) for hash_id in ids]
         if len(numbers) > MOST_IDS:
             raise ConfigError(f"--trace {file}, line {line}: more than {MOST_IDS} different hash_ids: read less of it by --num-prompts")
         # Nothing else has these tokens: negative ones, of which each answer has its own.
@@ -114,21 +114,21 @@ def _entry(where: str, entry: str) -> tuple[float, int, int, list[int]]:
         if type(value.get(name)) not in ((int, float) if name == "timestamp" else (int,)) or not least <= value[name] < 1 << 40:
             raise ConfigError(f"{where}: {name} must be a number of at least {least}, got {value.get(name)!r}")
     ids, length = value.get("hash_ids"), value["input_length"]
-    if not isinstance(ids, list) or not all(type(each) is int for each in ids):
+    if not isinstance(ids, list) or not all(type(hash_id) is int for hash_id in ids):
         raise ConfigError(f"{where}: hash_ids must be a list of whole numbers")
     if len(ids) != -(-length // BLOCK):
         raise ConfigError(f"{where}: hash_ids must have {-(-length // BLOCK)} ids for {length} tokens of input, got {len(ids)}")
     return value["timestamp"], length, value["output_length"], ids
 
 
-def _sharegpt(file: str, text: str, rate: float, pause: float, most: int | None, encode: Encode, random: Random
+def _sharegpt(file: str, text: str, rate: float, pause: float, limit: int | None, encode: Encode, random: Random
               ) -> Iterator[TraceConversation]:  # fmt: skip
     try:
         entries = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"--trace {file}, line {error.lineno}: is not JSON: {error.msg}") from error
     at = 0.0
-    for number, entry in enumerate(entries[:most], 1):
+    for number, entry in enumerate(entries[:limit], 1):
         turns = list(_turns(f"--trace {file}, conversation {number}", entry, pause, encode))
         if turns:  # some have no answer
             yield TraceConversation(at, turns)

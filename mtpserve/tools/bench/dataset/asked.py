@@ -33,7 +33,7 @@ class Questions:
 
     @property
     def requests(self) -> int:
-        return sum(len(each.turns) for each in self.measured)
+        return sum(len(conversation.turns) for conversation in self.measured)
 
 
 @dataclass(frozen=True, slots=True)

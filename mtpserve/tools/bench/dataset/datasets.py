@@ -55,9 +55,9 @@ def span(low: int, high: int) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def split(made: Sequence[AskedConversation], source: DatasetSource, *notes: str, fresh: bool = False) -> Questions:
+def split(conversations: Sequence[AskedConversation], source: DatasetSource, *notes: str, fresh: bool = False) -> Questions:
     """The first are measured, and what is left over warms up. Where there are too few for both, the first warm up too."""
-    measured = tuple(made[: source.options.num_prompts])
+    measured = tuple(conversations[: source.options.num_prompts])
     if not measured:
         raise ConfigError(f"--dataset-path {source.options.dataset_path}: nothing in it can be asked")
     if len(measured) < source.options.num_prompts:
@@ -65,8 +65,8 @@ def split(made: Sequence[AskedConversation], source: DatasetSource, *notes: str,
             *notes,
             f"the dataset has {len(measured):,} of the {source.options.num_prompts:,} conversations that --num-prompts asks for",
         )
-    warm = [*made[len(measured) :], *measured][: source.options.warm]
-    if len(warm) > len(made) - len(measured):
+    warm = [*conversations[len(measured) :], *measured][: source.options.warm]
+    if len(warm) > len(conversations) - len(measured):
         notes = (*notes, "the dataset has no more: the warm-up asks some of what is measured, and a prefix cache knows it (--flush-cache)")
     return Questions(measured, tuple(warm), notes, fresh)
 
@@ -76,16 +76,16 @@ def random_texts(source: DatasetSource) -> Questions:
     texts = shared_texts(options.dataset_path, source.random) if options.dataset_path is not None else []
     lengths, answers = source.lengths(options.random_input_len), source.lengths(options.random_output_len)
     prefix = maker.exactly(options.random_prefix_len, part_of_prompt=True)[0] if options.random_prefix_len else ""
-    made = []
+    conversations = []
     for i in range(options.num_prompts + options.warm):
         wanted = options.random_prefix_len + lengths()
         text, count = maker.exactly(wanted, prefix, texts[i % len(texts)] if texts else None)
-        made.append(AskedConversation((AskedTurn(text, answers(), count),)))
+        conversations.append(AskedConversation((AskedTurn(text, answers(), count),)))
     notes = [f"random {'parts of ' + str(options.dataset_path) if texts else 'words'}: "
              f"{source.described(options.random_input_len, options.random_output_len)}"]  # fmt: skip
     if prefix:
         notes.append(f"all prompts begin with the same {options.random_prefix_len:,} tokens")
-    return split(made, source, *notes, fresh=not (prefix or texts))
+    return split(conversations, source, *notes, fresh=not (prefix or texts))
 
 
 def random_ids(source: DatasetSource) -> Questions:
@@ -100,25 +100,25 @@ def random_ids(source: DatasetSource) -> Questions:
 
     prefix = ids(options.random_prefix_len)
     prompts = [prefix + ids(lengths()) for _ in range(options.num_prompts + options.warm)]
-    made = [AskedConversation((AskedTurn(prompt, answers(), len(prompt)),)) for prompt in prompts]
+    conversations = [AskedConversation((AskedTurn(prompt, answers(), len(prompt)),)) for prompt in prompts]
     described = source.described(options.random_input_len, options.random_output_len)
-    return split(made, source, f"random token ids below {source.vocabulary:,}: {described}", fresh=not prefix)
+    return split(conversations, source, f"random token ids below {source.vocabulary:,}: {described}", fresh=not prefix)
 
 
 def shared_prefix(source: DatasetSource) -> Questions:
     """Groups of prompts; those of one group begin with the same system prompt. In random order, as in SGLang's client."""
     options, maker = source.options, source.texts()
     length = options.gsp_system_prompt_len + options.gsp_question_len
-    made = []
+    conversations = []
     for _ in range(options.gsp_num_groups):
         system = maker.exactly(options.gsp_system_prompt_len)[0] + "\n\n"
         questions = [maker.exactly(length, system) for _ in range(options.gsp_prompts_per_group)]
-        made += [AskedConversation((AskedTurn(text, options.gsp_output_len, count),)) for text, count in questions]
-    source.random.shuffle(made)
+        conversations += [AskedConversation((AskedTurn(text, options.gsp_output_len, count),)) for text, count in questions]
+    source.random.shuffle(conversations)
     warm = maker.exactly(length)[0]
     note = (f"{options.gsp_num_groups:,} groups of {options.gsp_prompts_per_group:,} prompts of {length:,} tokens, of which each group "
             f"shares {options.gsp_system_prompt_len:,}; answers of {options.gsp_output_len:,}")  # fmt: skip
-    return Questions(tuple(made), (AskedConversation((AskedTurn(warm, options.gsp_output_len),)),) * options.warm, (note,))
+    return Questions(tuple(conversations), (AskedConversation((AskedTurn(warm, options.gsp_output_len),)),) * options.warm, (note,))
 
 
 def multi_turn(source: DatasetSource) -> Questions:
@@ -135,12 +135,12 @@ def multi_turn(source: DatasetSource) -> Questions:
         text, count = maker.exactly(lengths(), "\n" if number else "", part_of_prompt=number > 0)
         return AskedTurn(text, answers(), count if number == 0 else None)
 
-    made = [
+    conversations = [
         AskedConversation(tuple(turn(number) for number in range(options.multi_turn_num_turns)))
         for _ in range(options.num_prompts + options.warm)
     ]
     described = source.described(options.random_input_len, options.random_output_len)
-    return split(made, source, f"conversations of {options.multi_turn_num_turns} turns, each adding {described}")
+    return split(conversations, source, f"conversations of {options.multi_turn_num_turns} turns, each adding {described}")
 
 
 def from_file(read: Callable[..., list[AskedConversation]], source: DatasetSource) -> Questions:
@@ -148,8 +148,8 @@ def from_file(read: Callable[..., list[AskedConversation]], source: DatasetSourc
         raise ConfigError(f"--dataset-name {source.options.dataset_name} needs --dataset-path FILE")
     count = None if source.tokenizer is None else source.tokenizer.encode
     notes = [] if count is not None or read is custom else ["no tokenizer: in the dataset's texts four characters are one token"]
-    made = read(source.options, source.random, count)
-    return split(made, source, f"{len(made):,} conversations in {source.options.dataset_path}", *notes)
+    conversations = read(source.options, source.random, count)
+    return split(conversations, source, f"{len(conversations):,} conversations in {source.options.dataset_path}", *notes)
 
 
 DATASETS: dict[str, Callable[[DatasetSource], Questions]] = {

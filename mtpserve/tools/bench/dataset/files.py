@@ -54,7 +54,7 @@ def text_of(where: str, name: str, value: object) -> str:
 
 def custom(options: DatasetOptions, random: Random, count: Count) -> list[AskedConversation]:
     """In the file's order."""
-    made = []
+    conversations = []
     for where, value in objects(options.dataset_path or ""):
         prompt, output = text_of(where, "prompt", value.get("prompt")), value.get("output_tokens")
         if options.custom_output_len is not None:
@@ -63,25 +63,25 @@ def custom(options: DatasetOptions, random: Random, count: Count) -> list[AskedC
             raise ConfigError(f"{where}: output_tokens must be a whole number of at least 1, got {output!r}")
         output = CUSTOM_OUTPUT if output is None else output
         category = value.get("category")
-        made.append(AskedConversation((AskedTurn(prompt, output),), category if isinstance(category, str) else ""))
-    return made
+        conversations.append(AskedConversation((AskedTurn(prompt, output),), category if isinstance(category, str) else ""))
+    return conversations
 
 
 def spec_bench(options: DatasetOptions, random: Random, count: Count) -> list[AskedConversation]:
     """All turns of each question, with the server's own answers between them, in the file's order."""
-    made, categories = [], set()
+    conversations, categories = [], set()
     for where, value in objects(options.dataset_path or ""):
         turns, category = value.get("turns"), text_of(where, "category", value.get("category"))
         if not isinstance(turns, list) or not turns:
             raise ConfigError(f"{where}: turns must be a list of texts, got {turns!r}")
         categories.add(category)
         if options.spec_bench_category in (None, category):
-            asked = tuple(AskedTurn(text_of(where, "turns", turn), options.spec_bench_output_len) for turn in turns)
-            made.append(AskedConversation(asked, category))
-    if not made and categories:
-        given, known = options.spec_bench_category, ", ".join(sorted(categories))
-        raise ConfigError(f"--spec-bench-category must be one of {known}, got {given!r}")
-    return made
+            asked_turns = tuple(AskedTurn(text_of(where, "turns", turn), options.spec_bench_output_len) for turn in turns)
+            conversations.append(AskedConversation(asked_turns, category))
+    if not conversations and categories:
+        wanted_category, category_names = options.spec_bench_category, ", ".join(sorted(categories))
+        raise ConfigError(f"--spec-bench-category must be one of {category_names}, got {wanted_category!r}")
+    return conversations
 
 
 def shared_messages(file: str) -> Iterator[list[tuple[bool, str]]]:
@@ -109,40 +109,40 @@ def shared_messages(file: str) -> Iterator[list[tuple[bool, str]]]:
 
 def exchanges(said: Sequence[tuple[bool, str]]) -> Iterator[tuple[str, str]]:
     """What a person said and what the model answered; messages without an answer go together with the next one."""
-    asked: list[str] = []
+    prompts: list[str] = []
     for by_model, text in said:
         if not by_model:
-            asked.append(text)
-        elif asked:
-            yield "\n".join(asked), text
-            asked = []
+            prompts.append(text)
+        elif prompts:
+            yield "\n".join(prompts), text
+            prompts = []
 
 
 def shared_conversations(options: DatasetOptions, random: Random, count: Count) -> list[AskedConversation]:
     """Shuffled. An answer may be as long as the one in the file, unless --sharegpt-output-len says how long. A conversation ends before
     the turn that is longer than --sharegpt-context-len together with all before it."""
     encode = count or pieces
-    made = []
+    conversations = []
     for said in shared_messages(options.dataset_path or ""):
         turns: list[AskedTurn] = []
         context = 0
         for prompt, answer in exchanges(said):
-            before, given = len(encode(prompt)), len(encode(answer))
-            output = options.sharegpt_output_len or given
+            before, num_answer_tokens = len(encode(prompt)), len(encode(answer))
+            output = options.sharegpt_output_len or num_answer_tokens
             context += before + output
-            too_short = before < LEAST or (options.sharegpt_output_len is None and given < LEAST)
+            too_short = before < LEAST or (options.sharegpt_output_len is None and num_answer_tokens < LEAST)
             if too_short or (options.sharegpt_context_len is not None and context > options.sharegpt_context_len):
                 break
             turns.append(AskedTurn(prompt, output))
         if turns:
-            made.append(AskedConversation(tuple(turns)))
-    random.shuffle(made)
-    return made
+            conversations.append(AskedConversation(tuple(turns)))
+    random.shuffle(conversations)
+    return conversations
 
 
 def shared_prompts(options: DatasetOptions, random: Random, count: Count) -> list[AskedConversation]:
     """The first turn of each conversation."""
-    return [AskedConversation(each.turns[:1]) for each in shared_conversations(options, random, count)]
+    return [AskedConversation(conversation.turns[:1]) for conversation in shared_conversations(options, random, count)]
 
 
 def shared_texts(file: str, random: Random) -> list[str]:

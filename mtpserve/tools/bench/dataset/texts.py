@@ -48,10 +48,10 @@ class TextMaker:
         return best
 
     def _resized(self, part: str, tokens: int) -> str:
-        kept = list(self._tokenizer.encode(part))
-        if len(kept) > tokens:
-            return self._tokenizer.decode(kept[:tokens])
-        return part + self.words(tokens - len(kept))
+        token_ids = list(self._tokenizer.encode(part))
+        if len(token_ids) > tokens:
+            return self._tokenizer.decode(token_ids[:tokens])
+        return part + self.words(tokens - len(token_ids))
 
 
 def plain_words(tokenizer: Counting, random: Random) -> list[str]:

@@ -30,13 +30,13 @@ SHOWN, WIDTH = 20, 60  # differences, and characters of each text, in the termin
 
 
 def parser() -> Parser:
-    made = Parser(
+    arg_parser = Parser(
         prog="mtpserve bench eval",
         usage="%(prog)s --task mmlu|gsm8k --data FILE (--base-url URL | --model MODEL) [options]",
         description="Score a model on questions from local files, and compare its answers with those of plain decoding, of another server "
         "or of an earlier run.",
     )
-    exam = made.add_argument_group("the exam")
+    exam = arg_parser.add_argument_group("the exam")
     exam.add_argument("--task", choices=("mmlu", "gsm8k"), required=True, help="multiple choice by log-probabilities, or texts")
     exam.add_argument("--data", metavar="FILE", required=True, help="the questions: CSV or JSONL for mmlu, JSONL for gsm8k")
     exam.add_argument("--dev", metavar="FILE", help="questions with answers that every prompt begins with, in the same format")
@@ -48,77 +48,77 @@ def parser() -> Parser:
     exam.add_argument("--regex", metavar="REGEX", default=STRICT, help=f"the answer in a text: its first group (default: {STRICT})")
     exam.add_argument("--last-match", action="store_true", help="of several matches the last one, not the first")
     exam.add_argument("--max-tokens", metavar="N", type=int, default=256, help="of a text (default: 256)")
-    sides = made.add_argument_group("who answers; without --base-url, --model runs in this process")
+    sides = arg_parser.add_argument_group("who answers; without --base-url, --model runs in this process")
     sides.add_argument("--base-url", metavar="URL", help="a server with OpenAI's API; --model is its model's name there")
     sides.add_argument("--api-key", dest="bearer", metavar="KEY", help="sent as a bearer token (default: OPENAI_API_KEY)")
     sides.add_argument("--chat", action="store_true", help="ask for texts as chat completions")
     sides.add_argument("--concurrency", metavar="N", type=int, default=16, help="requests at once (default: 16)")
     sides.add_argument("--other-url", metavar="URL", help="a server to compare with")
     sides.add_argument("--against", metavar="FILE", help="what --output-file has written, to compare with")
-    made.add_argument("--tolerance", metavar="N", type=int, default=0, help="answers that may differ (default: 0)")
-    made.add_argument("--output-file", metavar="FILE", help="write all answers here, as JSON")
-    add_options(made, ENGINE_SECTIONS)
-    return made
+    arg_parser.add_argument("--tolerance", metavar="N", type=int, default=0, help="answers that may differ (default: 0)")
+    arg_parser.add_argument("--output-file", metavar="FILE", help="write all answers here, as JSON")
+    add_options(arg_parser, ENGINE_SECTIONS)
+    return arg_parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    chosen = parser().parse(arguments)
+    args = parser().parse(arguments)
     for name in ("limit", "max_tokens", "concurrency"):
-        check((value := getattr(chosen, name)) is None or value >= 1, name, value, "at least 1")
+        check((value := getattr(args, name)) is None or value >= 1, name, value, "at least 1")
     for name in ("shots", "tolerance"):
-        check((value := getattr(chosen, name)) is None or value >= 0, name, value, "at least 0")
-    values = given(chosen)
-    if chosen.base_url is None and "model" not in values:
+        check((value := getattr(args, name)) is None or value >= 0, name, value, "at least 0")
+    values = given(args)
+    if args.base_url is None and "model" not in values:
         raise ConfigError("give --base-url, a server, or --model, which runs in this process")
-    exam = exam_of(chosen)
-    former = read_report(chosen.against).sides[0] if chosen.against is not None else None
-    sides = from_server(chosen, values, exam, former) if chosen.base_url is not None else from_model(chosen, values, exam, former)
+    exam = exam_of(args)
+    former = read_report(args.against).sides[0] if args.against is not None else None
+    sides = from_server(args, values, exam, former) if args.base_url is not None else from_model(args, values, exam, former)
     differing = differences(*sides) if len(sides) > 1 else []
-    made = report(exam, sides, differing)
-    show(exam, sides, differing, made.differing_texts)
-    if chosen.output_file is not None:
-        write_report(chosen.output_file, made)
-    return int(len(differing) > chosen.tolerance)
+    exam_report = report(exam, sides, differing)
+    show(exam, sides, differing, exam_report.differing_texts)
+    if args.output_file is not None:
+        write_report(args.output_file, exam_report)
+    return int(len(differing) > args.tolerance)
 
 
-def exam_of(chosen: Any) -> Exam:
-    shots = chosen.shots if chosen.shots is not None else 5 if chosen.dev is not None else 0
-    if chosen.task == "mmlu":
-        questions = mmlu(chosen.data, chosen.dev, shots, chosen.subject)
+def exam_of(args: Any) -> Exam:
+    shots = args.shots if args.shots is not None else 5 if args.dev is not None else 0
+    if args.task == "mmlu":
+        questions = mmlu(args.data, args.dev, shots, args.subject)
     else:
-        questions = gsm8k(chosen.data, chosen.dev, shots)
+        questions = gsm8k(args.data, args.dev, shots)
     if not questions:
-        raise ConfigError(f"--data {chosen.data}: no question in it")
+        raise ConfigError(f"--data {args.data}: no question in it")
     try:
-        re.compile(chosen.regex)
+        re.compile(args.regex)
     except re.error as error:
-        raise ConfigError(f"--regex {chosen.regex!r}: {error}") from error
-    return Exam(chosen.task, questions[: chosen.limit], shots, chosen.regex, chosen.last_match, chosen.max_tokens, STOP)
+        raise ConfigError(f"--regex {args.regex!r}: {error}") from error
+    return Exam(args.task, questions[: args.limit], shots, args.regex, args.last_match, args.max_tokens, STOP)
 
 
-def from_server(chosen: Any, values: Values, exam: Exam, former: ExamSide | None) -> list[ExamSide]:
+def from_server(args: Any, values: Values, exam: Exam, former: ExamSide | None) -> list[ExamSide]:
     if others := sorted({*values} - {"model"}):
         raise ConfigError(f"--{others[0].replace('_', '-')} is for --model without --base-url")
-    key = chosen.bearer or os.environ.get("OPENAI_API_KEY")
+    key = args.bearer or os.environ.get("OPENAI_API_KEY")
 
     def server(url: str) -> tuple[ExamServer, bool]:
-        at = ExamServer(url.rstrip("/").removesuffix("/v1"), "", key, chosen.chat, chosen.concurrency)
+        at = ExamServer(url.rstrip("/").removesuffix("/v1"), "", key, args.chat, args.concurrency)
         listed = at.listed()
         name = values.get("model") or (listed[0].id if listed else "")
-        ahead = any(looks_ahead(each) for each in listed if each.id == name)
+        ahead = any(looks_ahead(model) for model in listed if model.id == name)
         return replace(at, model=str(name)), ahead
 
-    ours, ahead = server(chosen.base_url)
-    first = answers(chosen.base_url, ours, exam)
+    ours, ahead = server(args.base_url)
+    first = answers(args.base_url, ours, exam)
     if former is not None:
         return [first, former]
-    if chosen.other_url is not None:
-        return [first, answers(chosen.other_url, server(chosen.other_url)[0], exam)]
+    if args.other_url is not None:
+        return [first, answers(args.other_url, server(args.other_url)[0], exam)]
     return [first, answers("plain", replace(ours, body=PLAIN_FIELDS), exam)] if ahead else [first]
 
 
-def from_model(chosen: Any, values: Values, exam: Exam, former: ExamSide | None) -> list[ExamSide]:
-    if chosen.other_url is not None or chosen.chat:
+def from_model(args: Any, values: Values, exam: Exam, former: ExamSide | None) -> list[ExamSide]:
+    if args.other_url is not None or args.chat:
         raise ConfigError("--other-url and --chat are for --base-url")
     settings(values)  # what the options rule out is said before anything loads
     from mtpserve.llm import LLM
@@ -143,23 +143,24 @@ class ModelAsker:
 
     def scores(self, questions: Sequence[ExamQuestion]) -> list[list[float]]:
         encode = self.llm.tokenizer.encode
-        pairs = [(encode(each.prompt + option), len(encode(each.prompt))) for each in questions for option in each.options]
-        made = self._run([ids for ids, _ in pairs], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
+        pairs = [(encode(question.prompt + option), len(encode(question.prompt))) for question in questions for option in question.options]
+        completions = self._run([ids for ids, _ in pairs], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
         # The first token has no score.
         sums = iter(
-            sum(score.logprob for score in (one.prompt_logprobs or [])[size - 1 :]) for one, (_, size) in zip(made, pairs, strict=True)
+            sum(score.logprob for score in (one.prompt_logprobs or [])[size - 1 :])
+            for one, (_, size) in zip(completions, pairs, strict=True)
         )
-        return [[next(sums) for _ in each.options] for each in questions]
+        return [[next(sums) for _ in question.options] for question in questions]
 
     def texts(self, questions: Sequence[ExamQuestion], exam: Exam) -> list[str]:
         params = SamplingParams(max_tokens=exam.max_tokens, temperature=0, stop=exam.stop)
-        return [each.text for each in self._run([self.llm.tokenizer.encode(one.prompt) for one in questions], params)]
+        return [completion.text for completion in self._run([self.llm.tokenizer.encode(one.prompt) for one in questions], params)]
 
     def _run(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
-        made = self.llm.generate(prompts, self.params(params))
-        if failed := next((each for each in made if each.error is not None), None):
+        completions = self.llm.generate(prompts, self.params(params))
+        if failed := next((completion for completion in completions if completion.error is not None), None):
             raise RequestFailed(failed.error or "a request failed")
-        return made
+        return completions
 
 
 def show(exam: Exam, sides: Sequence[ExamSide], differing: Sequence[Difference], texts: int) -> None:
@@ -172,10 +173,10 @@ def show(exam: Exam, sides: Sequence[ExamSide], differing: Sequence[Difference],
     same = len(exam.questions) - len(differing)
     beside = f"; {texts} of the texts differ" if not exam.questions[0].options else ""
     print(f"compared    {same} of {len(exam.questions)} answers are the same, {len(differing)} differ{beside}")
-    for each in differing[:SHOWN]:
-        gap = "" if each.gap is None else f", the best two {each.gap:.2g} apart"
-        print(f"            {each.ours.name}: {short(each.ours.compared)}, {sides[1].name}: {short(each.other.compared)}, "
-              f"right: {each.ours.expected}{gap}")  # fmt: skip
+    for difference in differing[:SHOWN]:
+        gap = "" if difference.gap is None else f", the best two {difference.gap:.2g} apart"
+        print(f"            {difference.ours.name}: {short(difference.ours.compared)}, "
+              f"{sides[1].name}: {short(difference.other.compared)}, right: {difference.ours.expected}{gap}")  # fmt: skip
     if len(differing) > SHOWN:
         print(f"            and {len(differing) - SHOWN} more: --output-file has all answers")
 

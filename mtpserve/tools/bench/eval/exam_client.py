@@ -65,11 +65,11 @@ class ExamServer:
 
     def texts(self, questions: Sequence[ExamQuestion], exam: Exam) -> list[str]:
         def text(question: ExamQuestion) -> str:
-            asked = {"temperature": 0, "max_tokens": exam.max_tokens, "stop": list(exam.stop)}
+            payload = {"temperature": 0, "max_tokens": exam.max_tokens, "stop": list(exam.stop)}
             if self.chat:
-                message = self._post("/v1/chat/completions", asked | {"messages": [{"role": "user", "content": question.prompt}]}).message
+                message = self._post("/v1/chat/completions", payload | {"messages": [{"role": "user", "content": question.prompt}]}).message
                 return (message.content or "") if message is not None else ""
-            return self._post("/v1/completions", asked | {"prompt": question.prompt}).text
+            return self._post("/v1/completions", payload | {"prompt": question.prompt}).text
 
         return self._all(text, questions)
 
@@ -79,25 +79,25 @@ class ExamServer:
     def _score(self, pair: tuple[str, str]) -> float:
         """The sum over the tokens that begin in the option."""
         prompt, option = pair
-        asked = {"prompt": prompt + option, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
-        found = self._post("/v1/completions", asked).logprobs
-        if found is None:
+        payload = {"prompt": prompt + option, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+        logprobs = self._post("/v1/completions", payload).logprobs
+        if logprobs is None:
             raise RequestFailed(f"{self.base_url}: no log-probabilities of the prompt: echo with logprobs is not supported there")
-        tokens = zip(found.text_offset, found.token_logprobs, strict=True)
+        tokens = zip(logprobs.text_offset, logprobs.token_logprobs, strict=True)
         inside = [score for place, score in tokens if len(prompt) <= place < len(prompt + option) and score is not None]
         if not inside:
             raise RequestFailed(f"{self.base_url}: none of the prompt's tokens begins with {option!r}")
         return sum(inside)
 
-    def _post(self, path: str, asked: dict[str, Any]) -> AnsweredChoice:
-        answered = read(self._send(path, {"model": self.model, **asked, **self.body}), Answered, path)
+    def _post(self, path: str, payload: dict[str, Any]) -> AnsweredChoice:
+        answered = read(self._send(path, {"model": self.model, **payload, **self.body}), Answered, path)
         if not answered.choices:
             raise RequestFailed(f"{self.base_url}{path}: an answer without choices")
         return answered.choices[0]
 
-    def _all(self, ask: Callable[[T], R], each: Sequence[T]) -> list[R]:
+    def _all(self, ask: Callable[[T], R], items: Sequence[T]) -> list[R]:
         with ThreadPoolExecutor(self.at_once) as pool:
-            futures = [pool.submit(ask, one) for one in each]
+            futures = [pool.submit(ask, one) for one in items]
             try:
                 return [future.result() for future in futures]
             finally:  # after an error the others are not worth waiting for

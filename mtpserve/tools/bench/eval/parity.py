@@ -49,7 +49,7 @@ class ExamSide(msgspec.Struct, frozen=True):
 
     @property
     def score(self) -> float:
-        return sum(each.right for each in self.answers) / len(self.answers)
+        return sum(answer.right for answer in self.answers) / len(self.answers)
 
 
 class ExamReport(msgspec.Struct, frozen=True):
@@ -79,19 +79,19 @@ def answers(name: str, asker: Asker, exam: Exam) -> ExamSide:
     """An exam has questions of one kind."""
     if not exam.questions[0].options:
         texts = asker.texts(exam.questions, exam)
-        made = [ExamAnswer(q.name, exam.found(text), q.expected, text) for q, text in zip(exam.questions, texts, strict=True)]
+        exam_answers = [ExamAnswer(q.name, exam.found(text), q.expected, text) for q, text in zip(exam.questions, texts, strict=True)]
     else:
         scored = asker.scores(exam.questions)
-        made = [
-            ExamAnswer(q.name, LETTERS[each.index(max(each))], q.expected, scores=each)
-            for q, each in zip(exam.questions, scored, strict=True)
+        exam_answers = [
+            ExamAnswer(q.name, LETTERS[scores.index(max(scores))], q.expected, scores=scores)
+            for q, scores in zip(exam.questions, scored, strict=True)
         ]
-    return ExamSide(name, made)
+    return ExamSide(name, exam_answers)
 
 
 def differences(ours: ExamSide, other: ExamSide) -> list[Difference]:
     """Raises ConfigError unless both have answered the same questions."""
-    named = [[(each.name, each.expected) for each in side.answers] for side in (ours, other)]
+    named = [[(answer.name, answer.expected) for answer in side.answers] for side in (ours, other)]
     if named[0] != named[1]:
         raise ConfigError(f"{ours.name} and {other.name} have answered different questions")
     pairs = zip(ours.answers, other.answers, strict=True)
@@ -101,7 +101,7 @@ def differences(ours: ExamSide, other: ExamSide) -> list[Difference]:
 def report(exam: Exam, sides: list[ExamSide], differing: Sequence[Difference]) -> ExamReport:
     texts = sum(one.text != two.text for one, two in zip(sides[0].answers, sides[-1].answers, strict=True))
     scores = [round(side.score, 6) for side in sides]
-    return ExamReport(exam.task, exam.shots, sides, scores, [each.ours.name for each in differing], texts)
+    return ExamReport(exam.task, exam.shots, sides, scores, [difference.ours.name for difference in differing], texts)
 
 
 def read_report(file: str) -> ExamReport:
@@ -113,8 +113,8 @@ def read_report(file: str) -> ExamReport:
         raise ConfigError(f"--against {file}: is not what --output-file writes: {error}") from error
 
 
-def write_report(file: str, made: ExamReport) -> None:
+def write_report(file: str, exam_report: ExamReport) -> None:
     try:
-        Path(file).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
+        Path(file).write_bytes(msgspec.json.format(msgspec.json.encode(exam_report), indent=2) + b"\n")
     except OSError as error:
         raise ConfigError(f"--output-file {file}: {error.strerror}") from error

@@ -95,25 +95,29 @@ class Problem:
 def mmlu(file: str, dev: str | None, shots: int, subject: str | None) -> tuple[ExamQuestion, ...]:
     """Every question after the first `shots` of its subject in `dev`. `subject`: of the files, instead of what their names say."""
     examples = choices_of(dev, subject) if dev is not None else []
-    made = []
-    for each in choices_of(file, subject):
-        shown = [one.answered for one in examples if each.subject in ("", one.subject) or not one.subject][:shots]
+    questions = []
+    for question in choices_of(file, subject):
+        shown = [one.answered for one in examples if question.subject in ("", one.subject) or not one.subject][:shots]
         if len(shown) < shots:
-            raise ConfigError(f"--shots {shots}: {dev or 'no --dev'} has {len(shown)} questions about {each.subject or 'it'}")
-        about = f" about {each.subject.replace('_', ' ')}" if each.subject else ""
+            raise ConfigError(f"--shots {shots}: {dev or 'no --dev'} has {len(shown)} questions about {question.subject or 'it'}")
+        about = f" about {question.subject.replace('_', ' ')}" if question.subject else ""
         front = f"The following are multiple choice questions (with answers){about}.\n\n"
-        options = tuple(f" {letter}" for letter in LETTERS[: len(each.choices)])
-        made.append(ExamQuestion(Path(each.where).name, front + "\n\n".join([*shown, each.asked]), options, LETTERS[each.answer]))
-    return tuple(made)
+        options = tuple(f" {letter}" for letter in LETTERS[: len(question.choices)])
+        questions.append(
+            ExamQuestion(Path(question.where).name, front + "\n\n".join([*shown, question.asked]), options, LETTERS[question.answer])
+        )
+    return tuple(questions)
 
 
 def gsm8k(file: str, dev: str | None, shots: int) -> tuple[ExamQuestion, ...]:
-    shown = [each.answered for each in problems_of(dev)][:shots] if dev is not None else []
+    shown = [problem.answered for problem in problems_of(dev)][:shots] if dev is not None else []
     if len(shown) < shots:
         raise ConfigError(f"--shots {shots}: {dev or 'no --dev'} has {len(shown)} questions")
     return tuple(
-        ExamQuestion(Path(each.where).name, "\n\n".join([*shown, each.asked]), (), plain_number(each.answer.split("####")[-1].strip()))
-        for each in problems_of(file)
+        ExamQuestion(
+            Path(problem.where).name, "\n\n".join([*shown, problem.asked]), (), plain_number(problem.answer.split("####")[-1].strip())
+        )
+        for problem in problems_of(file)
     )
 
 
@@ -126,14 +130,18 @@ def choices_of(file: str, subject: str | None) -> list[MultipleChoice]:
     if file.lower().endswith(".csv"):
         rows = csv.reader(contents(file).splitlines(keepends=True))
         return [choice_of(f"{file}:{i}", row[0], row[1:-1], row[-1], about) for i, row in enumerate(whole_rows(rows, file), 1)]
-    made = []
+    questions = []
     for where, value in objects(file):
         choices = value.get("choices")
         if not isinstance(choices, list):
             raise ConfigError(f"{where}: choices must be a list of texts, got {choices!r}")
-        own = value.get("subject") if subject is None else subject
-        made.append(choice_of(where, value.get("question"), choices, value.get("answer"), own if isinstance(own, str) else about))
-    return made
+        question_subject = value.get("subject") if subject is None else subject
+        questions.append(
+            choice_of(
+                where, value.get("question"), choices, value.get("answer"), question_subject if isinstance(question_subject, str) else about
+            )
+        )
+    return questions
 
 
 def whole_rows(rows: Iterator[list[str]], file: str) -> Iterator[list[str]]:
@@ -144,25 +152,25 @@ def whole_rows(rows: Iterator[list[str]], file: str) -> Iterator[list[str]]:
 
 
 def choice_of(where: str, question: Any, choices: Sequence[Any], answer: Any, subject: str) -> MultipleChoice:
-    if not isinstance(question, str) or not all(isinstance(each, str) for each in choices):
+    if not isinstance(question, str) or not all(isinstance(choice, str) for choice in choices):
         raise ConfigError(f"{where}: question and choices must be texts")
     if not 2 <= len(choices) <= len(LETTERS):
         raise ConfigError(f"{where}: there must be 2 to {len(LETTERS)} choices, got {len(choices)}")
-    known = LETTERS[: len(choices)]
-    number = known.find(answer.strip()) if isinstance(answer, str) and len(answer.strip()) == 1 else answer
+    letters = LETTERS[: len(choices)]
+    number = letters.find(answer.strip()) if isinstance(answer, str) and len(answer.strip()) == 1 else answer
     if type(number) is not int or not 0 <= number < len(choices):
-        raise ConfigError(f"{where}: answer must be one of {', '.join(known)}, or a number below {len(choices)}, got {answer!r}")
+        raise ConfigError(f"{where}: answer must be one of {', '.join(letters)}, or a number below {len(choices)}, got {answer!r}")
     return MultipleChoice(where, question, tuple(choices), number, subject)
 
 
 def problems_of(file: str) -> list[Problem]:
-    made = []
+    problems = []
     for where, value in objects(file):
         question, answer = value.get("question"), value.get("answer")
         if not isinstance(question, str) or not isinstance(answer, str):
             raise ConfigError(f"{where}: question and answer must be texts")
-        made.append(Problem(where, question, answer))
-    return made
+        problems.append(Problem(where, question, answer))
+    return problems
 
 
 def objects(file: str) -> Iterator[tuple[str, dict[str, Any]]]:

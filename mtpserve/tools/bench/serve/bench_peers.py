@@ -48,9 +48,9 @@ ADVICE = {  # names of one advice with blanks between them
 REFUSED = {name: advice for names, advice in ADVICE.items() for name in names.split()}
 
 
-def refuse_unknown(arguments: Sequence[str], known: Sequence[str]) -> None:
+def refuse_unknown(arguments: Sequence[str], option_names: Sequence[str]) -> None:
     """Raises ConfigError for the first option that a peer has and that is not implemented."""
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
-        if argument.startswith("--") and name not in known and name[2:] in REFUSED:
+        if argument.startswith("--") and name not in option_names and name[2:] in REFUSED:
             raise ConfigError(f"{argument.partition('=')[0]} is not an option here: {REFUSED[name[2:]]}")

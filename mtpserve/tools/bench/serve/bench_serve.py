@@ -35,9 +35,9 @@ FEW_IDS = 1000  # prompts of ids are below it where nobody says how large the vo
 
 def run(arguments: Sequence[str]) -> int:
     """0; 1 if no request was answered."""
-    made: Parser = parser()
-    refuse_unknown(arguments, list(made._option_string_actions))
-    bench = bench_of(made.parse(arguments))
+    arg_parser: Parser = parser()
+    refuse_unknown(arguments, list(arg_parser._option_string_actions))
+    bench = bench_of(arg_parser.parse(arguments))
     if bench.chosen.plot is not None:
         check_plot(bench.chosen.plot)
         writable("plot", bench.chosen.plot)
@@ -66,9 +66,9 @@ def allow_connections() -> None:
         from resource import RLIMIT_NOFILE, getrlimit, setrlimit
     except ImportError:  # not on Windows
         return
-    _, most = getrlimit(RLIMIT_NOFILE)
+    _, hard_limit = getrlimit(RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS has a lower limit of its own
-        setrlimit(RLIMIT_NOFILE, (most, most))
+        setrlimit(RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 async def all_loads(bench: ServeBench) -> list[Point]:
@@ -84,23 +84,23 @@ async def all_loads(bench: ServeBench) -> list[Point]:
 
 
 async def one_load(bench: ServeBench, number: int, load: float, tokenizer: BenchTokenizer | None) -> Point:
-    chosen, seed = bench.chosen, bench.dataset.seed + number
-    rate = load if bench.swept == "request-rate" else chosen.request_rate
-    concurrency = int(load) if bench.swept == "max-concurrency" else chosen.max_concurrency
+    options, seed = bench.chosen, bench.dataset.seed + number
+    rate = load if bench.swept == "request-rate" else options.request_rate
+    concurrency = int(load) if bench.swept == "max-concurrency" else options.max_concurrency
     if bench.dataset.dataset_name not in ("random-ids", "custom"):
         print_status(bench, "making prompts ...")
     questions = questions_of(replace(bench.dataset, seed=seed), tokenizer, FEW_IDS if tokenizer is None else tokenizer.size)
-    times = planned(len(questions.measured), rate, chosen.burstiness, Random(seed))
+    times = planned(len(questions.measured), rate, options.burstiness, Random(seed))
     count = None if tokenizer is None else tokenizer.count
     async with Client(bench.target, count) as client:
         title = "" if bench.swept is None else f"{LOADS[bench.swept]}: {load:g} "
-        with progress(questions.requests, not chosen.disable_tqdm, title or "requests") as done:
-            made = await measure(client, questions, Load(times, concurrency, chosen.multi_turn_delay), done, flush=chosen.flush_cache)
-    summary = summarise(made, bench.summary)
+        with progress(questions.requests, not options.disable_tqdm, title or "requests") as done:
+            raw_run = await measure(client, questions, Load(times, concurrency, options.multi_turn_delay), done, flush=options.flush_cache)
+    summary = summarise(raw_run, bench.summary)
     described = setup(bench, questions, rate, concurrency, seed)
-    report(bench, summary, made, questions, load)
-    save(bench, as_json(summary, made, described), made)
-    return Point(load, summary, made.server, made.requests)
+    report(bench, summary, raw_run, questions, load)
+    save(bench, as_json(summary, raw_run, described), raw_run)
+    return Point(load, summary, raw_run.server, raw_run.requests)
 
 
 def print_status(bench: ServeBench, text: str) -> None:
@@ -108,52 +108,54 @@ def print_status(bench: ServeBench, text: str) -> None:
         print(text, end="\r", file=sys.stderr)
 
 
-def report(bench: ServeBench, summary: Summary, made: RawRun, questions: Questions, load: float) -> None:
+def report(bench: ServeBench, summary: Summary, raw_run: RawRun, questions: Questions, load: float) -> None:
     if bench.swept is not None:
         rate = f"{summary.output_throughput:,.1f} output tokens per second"
         print(f"{LOADS[bench.swept]} {load:g}: {summary.completed:,} of {summary.requests:,} requests, {rate}", file=sys.stderr)
         if summary.completed == summary.requests:
             return  # the sweep's table has the rest
-    known = questions.fresh and (summary.cached_tokens or 0) > KNOWN_SHARE * summary.input_tokens
+    is_cached = questions.fresh and (summary.cached_tokens or 0) > KNOWN_SHARE * summary.input_tokens
     again = (
-        ("no two prompts share anything, so the server knows these from an earlier run: another --seed, or --flush-cache",) if known else ()
+        ("no two prompts share anything, so the server knows these from an earlier run: another --seed, or --flush-cache",)
+        if is_cached
+        else ()
     )
-    show(summary, made, bench.metrics, (*bench.notes, *questions.notes), again)
+    show(summary, raw_run, bench.metrics, (*bench.notes, *questions.notes), again)
 
 
 def setup(bench: ServeBench, questions: Questions, rate: float, concurrency: int | None, seed: int) -> dict[str, Any]:
-    chosen = bench.chosen
-    made = {
+    options = bench.chosen
+    fields = {
         "date": strftime("%Y%m%d-%H%M%S"),
-        "backend": chosen.backend,
+        "backend": options.backend,
         "base_url": bench.target.base_url,
         "endpoint": bench.target.endpoint,
         "model_id": bench.target.model,
-        "tag": chosen.tag,
-        "dataset_name": chosen.dataset_name,
-        "dataset_path": chosen.dataset_path,
+        "tag": options.tag,
+        "dataset_name": options.dataset_name,
+        "dataset_path": options.dataset_path,
         "dataset": list(questions.notes),
         "num_prompts": questions.requests,
         "request_rate": rate,
-        "burstiness": chosen.burstiness,
+        "burstiness": options.burstiness,
         "max_concurrency": concurrency,
-        "warmup_requests": chosen.warmup_requests,
+        "warmup_requests": options.warmup_requests,
         "seed": seed,
         "stream": bench.target.stream,
         "request_body": dict(bench.target.body),
-        "sweep": chosen.sweep,
+        "sweep": options.sweep,
     }
-    return made | dict(bench.metadata)
+    return fields | dict(bench.metadata)
 
 
-def save(bench: ServeBench, results: dict[str, Any], made: RawRun) -> None:
-    chosen = bench.chosen
-    if chosen.output_details:
-        results = results | details(made.requests, made.start)
-    if chosen.output_file is not None:
-        write("output-file", chosen.output_file, results, append=True)
-    if chosen.save_result:
-        write("result-filename", str(result_file(bench, results)), results, append=chosen.append_result)
+def save(bench: ServeBench, results: dict[str, Any], raw_run: RawRun) -> None:
+    options = bench.chosen
+    if options.output_details:
+        results = results | details(raw_run.requests, raw_run.start)
+    if options.output_file is not None:
+        write("output-file", options.output_file, results, append=True)
+    if options.save_result:
+        write("result-filename", str(result_file(bench, results)), results, append=options.append_result)
 
 
 def result_file(bench: ServeBench, results: dict[str, Any]) -> Path:

@@ -26,22 +26,22 @@ DEFAULTS = DatasetOptions()
 
 
 def parser() -> Parser:
-    made = Parser(
+    arg_parser = Parser(
         prog="mtpserve bench serve",
         usage="%(prog)s [--base-url URL] [--dataset-name NAME] [options]",
         description="Load a server with OpenAI's API and report throughput, latencies, acceptance and cost. The figures are defined in "
         "docs/bench.md. Names of options are SGLang's and vLLM's.",
     )
-    of_server(made)
-    of_dataset(made)
-    of_load(made)
-    of_requests(made)
-    of_report(made)
-    return made
+    of_server(arg_parser)
+    of_dataset(arg_parser)
+    of_load(arg_parser)
+    of_requests(arg_parser)
+    of_report(arg_parser)
+    return arg_parser
 
 
-def of_server(made: Parser) -> None:
-    group = made.add_argument_group("the server")
+def of_server(arg_parser: Parser) -> None:
+    group = arg_parser.add_argument_group("the server")
     names = (*COMPLETIONS, *CHAT)
     help = f"which API is asked: /v1/completions ({', '.join(COMPLETIONS)}) or /v1/chat/completions ({', '.join(CHAT)}) (default: openai)"
     group.add_argument("--backend", "--endpoint-type", choices=names, default="openai", metavar="NAME", help=help)
@@ -62,8 +62,8 @@ def of_server(made: Parser) -> None:
     group.add_argument("--flush-cache", action="store_true", help="empty the server's prefix cache after the warm-up")
 
 
-def of_dataset(made: Parser) -> None:
-    group = made.add_argument_group("what is asked (lengths in tokens)")
+def of_dataset(arg_parser: Parser) -> None:
+    group = arg_parser.add_argument_group("what is asked (lengths in tokens)")
 
     def number(*names: str, help: str, default: int | None = None, shown: str | None = None) -> None:
         said = shown if shown is not None else f"(default: {default})" if default is not None else ""
@@ -95,8 +95,8 @@ def of_dataset(made: Parser) -> None:
     group.add_argument("--skip-chat-template", action="store_true", help="prompts are sent as they are: so they always are")
 
 
-def of_load(made: Parser) -> None:
-    group = made.add_argument_group("how much at once")
+def of_load(arg_parser: Parser) -> None:
+    group = arg_parser.add_argument_group("how much at once")
     rate = "conversations per second, at times drawn in advance (default: inf, all at once)"
     group.add_argument("--request-rate", metavar="X", type=float, default=math.inf, help=rate)
     burstiness = "of these times: 1 is a Poisson process, less comes in bursts, more is more even (default: 1)"
@@ -108,8 +108,8 @@ def of_load(made: Parser) -> None:
     group.add_argument("--sweep", metavar="NAME=X,X,...", help=sweep)
 
 
-def of_requests(made: Parser) -> None:
-    group = made.add_argument_group("the requests")
+def of_requests(arg_parser: Parser) -> None:
+    group = arg_parser.add_argument_group("the requests")
     group.add_argument("--temperature", metavar="X", type=float, default=0.0, help="(default: 0)")
     for name in SAMPLING:
         flag = f"--{name.replace('_', '-')}"
@@ -123,8 +123,8 @@ def of_requests(made: Parser) -> None:
     group.add_argument("--request-id-prefix", metavar="TEXT", help="send the header x-request-id: this and a number")
 
 
-def of_report(made: Parser) -> None:
-    group = made.add_argument_group("the report")
+def of_report(arg_parser: Parser) -> None:
+    group = arg_parser.add_argument_group("the report")
     goodput = "limits of a good request in milliseconds: ttft, tpot and e2el, as ttft:500 tpot:20"
     group.add_argument("--goodput", metavar="NAME:MS", nargs="+", action="extend", default=[], help=goodput)
     group.add_argument("--metric-percentiles", metavar="P,P,...", default="90,95,99", help="(default: 90,95,99)")
@@ -162,110 +162,115 @@ class ServeBench:
     notes: tuple[str, ...]
 
 
-def bench_of(chosen: Namespace) -> ServeBench:
+def bench_of(options: Namespace) -> ServeBench:
     """Raises ConfigError for the first value that makes no sense."""
-    check_numbers(chosen)
-    swept, loads = sweep_of(chosen)
-    notes = [f"--backend {chosen.backend}: /v1/completions is asked, not /generate"] if chosen.backend in NATIVE else []
-    rated = swept == "request-rate" or (swept is None and math.isfinite(chosen.request_rate))
-    goodput = goodput_of(chosen.goodput) or None
-    summary = SummaryOptions(percentiles_of(chosen.metric_percentiles), goodput, chosen.price_per_hour, chosen.output_price_ratio, rated)
-    metrics = tuple(part.strip() for part in chosen.percentile_metrics.split(","))
-    check(set(metrics) <= set(NAMES), "percentile_metrics", chosen.percentile_metrics, f"of {', '.join(NAMES)}, with commas between them")
-    return ServeBench(target_of(chosen), dataset_of(chosen), summary, swept, loads, chosen, pairs("metadata", chosen.metadata), metrics,
+    check_numbers(options)
+    swept, loads = sweep_of(options)
+    notes = [f"--backend {options.backend}: /v1/completions is asked, not /generate"] if options.backend in NATIVE else []
+    rated = swept == "request-rate" or (swept is None and math.isfinite(options.request_rate))
+    goodput = goodput_of(options.goodput) or None
+    summary = SummaryOptions(percentiles_of(options.metric_percentiles), goodput, options.price_per_hour, options.output_price_ratio, rated)
+    metrics = tuple(part.strip() for part in options.percentile_metrics.split(","))
+    check(set(metrics) <= set(NAMES), "percentile_metrics", options.percentile_metrics, f"of {', '.join(NAMES)}, with commas between them")
+    return ServeBench(target_of(options), dataset_of(options), summary, swept, loads, options, pairs("metadata", options.metadata), metrics,
                       tuple(notes))  # fmt: skip
 
 
-def check_numbers(chosen: Namespace) -> None:
+def check_numbers(options: Namespace) -> None:
     lengths = [field.name for field in fields(DatasetOptions) if field.name.endswith("_len") and field.name != "random_prefix_len"]
     counts = ("num_prompts", "gsp_num_groups", "gsp_prompts_per_group", "multi_turn_num_turns", "max_concurrency")
     for name in (*counts, *lengths):
-        check((value := getattr(chosen, name)) is None or value >= 1, name, value, "at least 1")
+        check((value := getattr(options, name)) is None or value >= 1, name, value, "at least 1")
     for name in ("warmup_requests", "random_prefix_len", "multi_turn_delay", "ready_check_timeout_sec", "temperature"):
-        check(0 <= (value := getattr(chosen, name)) < math.inf, name, value, "at least 0")
+        check(0 <= (value := getattr(options, name)) < math.inf, name, value, "at least 0")
     for name in ("request_rate", "burstiness", "output_price_ratio", "price_per_hour"):
-        value = getattr(chosen, name)
+        value = getattr(options, name)
         check(value is None or (value > 0 and (name == "request_rate" or value < math.inf)), name, value, "above 0")
-    check(chosen.port is None or 0 < chosen.port < 65536, "port", chosen.port, "in [1, 65535]")
+    check(options.port is None or 0 < options.port < 65536, "port", options.port, "in [1, 65535]")
 
 
-def target_of(chosen: Namespace) -> Target:
-    chat = chosen.backend in CHAT
-    port = chosen.port or (VLLM_PORT if chosen.backend.startswith("vllm") else PORT)
-    url = (chosen.base_url or f"http://{chosen.host}:{port}").rstrip("/").removesuffix("/v1")
-    check(url.startswith(("http://", "https://")), "base_url", chosen.base_url, "http://HOST:PORT or https://HOST:PORT")
-    endpoint = chosen.endpoint or ("/v1/chat/completions" if chat else "/v1/completions")
+def target_of(options: Namespace) -> Target:
+    chat = options.backend in CHAT
+    port = options.port or (VLLM_PORT if options.backend.startswith("vllm") else PORT)
+    url = (options.base_url or f"http://{options.host}:{port}").rstrip("/").removesuffix("/v1")
+    check(url.startswith(("http://", "https://")), "base_url", options.base_url, "http://HOST:PORT or https://HOST:PORT")
+    endpoint = options.endpoint or ("/v1/chat/completions" if chat else "/v1/completions")
     if endpoint.rstrip("/").endswith("chat/completions") != chat:
         fitting = "openai" if chat else "openai-chat"
-        raise ConfigError(f"--endpoint {endpoint} does not fit --backend {chosen.backend}: use --backend {fitting}")
-    key = chosen.api_key or os.environ.get("OPENAI_API_KEY")
-    headers = ({"Authorization": f"Bearer {key}"} if key else {}) | pairs("header", chosen.header)
-    body: dict[str, Any] = {"temperature": chosen.temperature}
-    body |= {name: value for name in SAMPLING if (value := getattr(chosen, name)) is not None}
-    if chosen.ignore_eos or (chosen.ignore_eos is None and chosen.backend.startswith("sglang")):
+        raise ConfigError(f"--endpoint {endpoint} does not fit --backend {options.backend}: use --backend {fitting}")
+    key = options.api_key or os.environ.get("OPENAI_API_KEY")
+    headers = ({"Authorization": f"Bearer {key}"} if key else {}) | pairs("header", options.header)
+    body: dict[str, Any] = {"temperature": options.temperature}
+    body |= {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
+    if options.ignore_eos or (options.ignore_eos is None and options.backend.startswith("sglang")):
         body["ignore_eos"] = True
-    body |= json_object("extra_request_body", chosen.extra_request_body)
-    return Target(url, "/" + endpoint.lstrip("/"), chat, chosen.served_model_name or chosen.model, not chosen.disable_stream, body, headers,
-                  chosen.insecure, chosen.request_id_prefix)  # fmt: skip
+    body |= json_object("extra_request_body", options.extra_request_body)
+    return Target(url, "/" + endpoint.lstrip("/"), chat, options.served_model_name or options.model, not options.disable_stream, body,
+                  headers, options.insecure, options.request_id_prefix)  # fmt: skip
 
 
-def dataset_of(chosen: Namespace) -> DatasetOptions:
-    given = {field.name: getattr(chosen, field.name) for field in fields(DatasetOptions) if hasattr(chosen, field.name)}
-    sglang = chosen.backend.startswith("sglang")
-    output = chosen.random_output_len or (1024 if sglang else DEFAULTS.random_output_len)
-    ratio = chosen.random_range_ratio if chosen.random_range_ratio is not None or not sglang else 0.0
-    more = {"warm": chosen.warmup_requests, "shrinks": sglang, "chat": chosen.backend in CHAT, "random_range_ratio": ratio}
-    return DatasetOptions(**given | more | {"random_output_len": output})
+def dataset_of(options: Namespace) -> DatasetOptions:
+    values = {field.name: getattr(options, field.name) for field in fields(DatasetOptions) if hasattr(options, field.name)}
+    sglang = options.backend.startswith("sglang")
+    output = options.random_output_len or (1024 if sglang else DEFAULTS.random_output_len)
+    ratio = options.random_range_ratio if options.random_range_ratio is not None or not sglang else 0.0
+    more = {"warm": options.warmup_requests, "shrinks": sglang, "chat": options.backend in CHAT, "random_range_ratio": ratio}
+    return DatasetOptions(**values | more | {"random_output_len": output})
 
 
-def sweep_of(chosen: Namespace) -> tuple[str | None, tuple[float, ...]]:
-    if chosen.sweep is None:
+def sweep_of(options: Namespace) -> tuple[str | None, tuple[float, ...]]:
+    if options.sweep is None:
         return None, (math.nan,)
-    name, equals, values = chosen.sweep.partition("=")
-    name, allowed = name.strip().replace("_", "-"), " or ".join(f"{each}=X,X,..." for each in LOADS)
-    check(name in LOADS and bool(equals), "sweep", chosen.sweep, allowed)
+    name, equals, values = options.sweep.partition("=")
+    name, allowed = name.strip().replace("_", "-"), " or ".join(f"{load_name}=X,X,..." for load_name in LOADS)
+    check(name in LOADS and bool(equals), "sweep", options.sweep, allowed)
     try:
         loads = tuple(float(value) for value in values.split(","))
     except ValueError:
         loads = ()
     whole = name == "request-rate" or all(load == int(load) for load in loads if math.isfinite(load))
     good = bool(loads) and whole and all(load > 0 and (name == "request-rate" or load < math.inf) for load in loads)
-    check(good, "sweep", chosen.sweep, f"{allowed}, with {'whole ' if name == 'max-concurrency' else ''}numbers above 0")
-    if getattr(chosen, name.replace("-", "_")) not in (None, math.inf):
-        raise ConfigError(f"--{name} is what --sweep {chosen.sweep} varies: give one of them")
+    check(good, "sweep", options.sweep, f"{allowed}, with {'whole ' if name == 'max-concurrency' else ''}numbers above 0")
+    if getattr(options, name.replace("-", "_")) not in (None, math.inf):
+        raise ConfigError(f"--{name} is what --sweep {options.sweep} varies: give one of them")
     return name, loads
 
 
 def percentiles_of(text: str) -> tuple[float, ...]:
     try:
-        made = tuple(float(part) for part in text.split(","))
+        percentiles = tuple(float(part) for part in text.split(","))
     except ValueError:
-        made = (-1.0,)
-    check(all(0 <= each <= 100 for each in made), "metric_percentiles", text, "numbers from 0 to 100 with commas between them")
-    return made or PERCENTILES
+        percentiles = (-1.0,)
+    check(
+        all(0 <= percentile <= 100 for percentile in percentiles),
+        "metric_percentiles",
+        text,
+        "numbers from 0 to 100 with commas between them",
+    )
+    return percentiles or PERCENTILES
 
 
-def goodput_of(given: Sequence[str]) -> dict[str, float]:
+def goodput_of(entries: Sequence[str]) -> dict[str, float]:
     """Seconds by name."""
-    made = {}
-    for each in given:
-        name, _, value = each.partition(":")
+    limits = {}
+    for entry in entries:
+        name, _, value = entry.partition(":")
         try:
             limit = float(value)
         except ValueError:
             limit = -1.0
-        check(name in ("ttft", "tpot", "e2el") and limit >= 0, "goodput", each, "ttft:MS, tpot:MS or e2el:MS")
-        made[name] = limit / 1000
-    return made
+        check(name in ("ttft", "tpot", "e2el") and limit >= 0, "goodput", entry, "ttft:MS, tpot:MS or e2el:MS")
+        limits[name] = limit / 1000
+    return limits
 
 
-def pairs(name: str, given: Sequence[str]) -> dict[str, str]:
-    made = {}
-    for each in given:
-        key, equals, value = each.partition("=")
-        check(bool(key.strip() and equals), name, each if name != "header" else key, "NAME=VALUE")
-        made[key.strip()] = value.strip()
-    return made
+def pairs(name: str, entries: Sequence[str]) -> dict[str, str]:
+    values = {}
+    for entry in entries:
+        key, equals, value = entry.partition("=")
+        check(bool(key.strip() and equals), name, entry if name != "header" else key, "NAME=VALUE")
+        values[key.strip()] = value.strip()
+    return values
 
 
 def json_object(name: str, text: str | None) -> dict[str, Any]:

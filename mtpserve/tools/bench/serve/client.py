@@ -95,12 +95,12 @@ class Client:
         await self._session.close()
 
     def body(self, turn: AskedTurn, history: History, model: str) -> dict[str, Any]:
-        made: dict[str, Any] = {"model": model, "stream": self.target.stream}
+        payload: dict[str, Any] = {"model": model, "stream": self.target.stream}
         if turn.output is not None:
-            made["max_tokens"] = turn.output
+            payload["max_tokens"] = turn.output
         if self.target.stream and self._usage is not None:
-            made["stream_options"] = dict(self._usage)
-        return made | prompt_of(turn.prompt, history, self.target.chat) | dict(self.target.body)
+            payload["stream_options"] = dict(self._usage)
+        return payload | prompt_of(turn.prompt, history, self.target.chat) | dict(self.target.body)
 
     async def ask(self, turn: AskedTurn, history: History, planned: float, ready: float, category: str = "") -> Measured:
         """Sends one request and reads its answer. Never raises for what a server or the network does: that is a Failure."""
@@ -138,12 +138,12 @@ class Client:
                 reader.feed(part, self.clock.now())
         return 200, b""
 
-    def _refused_usage(self, answer: tuple[int, bytes], asked: Mapping[str, bool] | None) -> bool:
+    def _refused_usage(self, answer: tuple[int, bytes], stream_options: Mapping[str, bool] | None) -> bool:
         """Whether the request is to be sent again without an option that the server does not know: it is then left out for good."""
         status, body = answer
-        if status not in (400, 422) or asked is None or not self.target.stream:
+        if status not in (400, 422) or stream_options is None or not self.target.stream:
             return False
-        if asked == USAGE and (b"continuous_usage_stats" in body or b"stream_options" in body):
+        if stream_options == USAGE and (b"continuous_usage_stats" in body or b"stream_options" in body):
             self._usage = {"include_usage": True}
             return True
         if b"stream_options" in body or b"include_usage" in body:
@@ -252,7 +252,7 @@ def reason_of(error: Exception) -> str:
 def measured(turn: AskedTurn, reader: AnswerReader, sent: Sent, end: float, streamed: bool, category: str) -> Measured:
     arrivals, by = reader.tokens()
     usage = reader.usage
-    counted = sum(each.tokens for each in arrivals)
+    counted = sum(arrival.tokens for arrival in arrivals)
     return Measured(
         sent,
         end,

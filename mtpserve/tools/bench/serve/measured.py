@@ -105,8 +105,8 @@ def shares(total: int, weights: Sequence[int]) -> list[int]:
     if not whole:
         return [total // len(weights) + (i < total % len(weights)) for i in range(len(weights))]
     exact = [total * weight / whole for weight in weights]
-    made = [int(each) for each in exact]
-    order = sorted(range(len(made)), key=lambda i: made[i] - exact[i])
-    for i in order[: total - sum(made)]:
-        made[i] += 1
-    return made
+    counts = [int(share) for share in exact]
+    order = sorted(range(len(counts)), key=lambda i: counts[i] - exact[i])
+    for i in order[: total - sum(counts)]:
+        counts[i] += 1
+    return counts

@@ -25,11 +25,11 @@ def check_plot(file: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(f"--plot needs matplotlib, and {INSTALL}") from error
-    known = Figure().canvas.get_supported_filetypes()
+    file_types = Figure().canvas.get_supported_filetypes()
     kind = Path(file).suffix[1:].lower()
-    if kind not in known:
+    if kind not in file_types:
         raise ConfigError(
-            f"--plot must be a file whose name ends in one of {', '.join(f'.{each}' for each in sorted(known))}, got {file!r}"
+            f"--plot must be a file whose name ends in one of {', '.join(f'.{suffix}' for suffix in sorted(file_types))}, got {file!r}"
         )
 
 
@@ -78,10 +78,10 @@ def from_zero(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
 
 def of_one(left: Axes, middle: Axes, point: Point) -> None:
     """Shares of the requests that took no longer."""
-    good = [each for each in point.requests if each.failure is None]
-    distribution(left, "to the first token", [each.ttft for each in good], ORANGE)
-    distribution(left, "to the end", [each.e2e for each in good], BLUE)
-    distribution(middle, "per token after the first", [None if each.tpot is None else 1000 * each.tpot for each in good], GREEN)
+    good = [request for request in point.requests if request.failure is None]
+    distribution(left, "to the first token", [request.ttft for request in good], ORANGE)
+    distribution(left, "to the end", [request.e2e for request in good], BLUE)
+    distribution(middle, "per token after the first", [None if request.tpot is None else 1000 * request.tpot for request in good], GREEN)
     left.set(xlabel="s", ylabel="requests, %", title=f"Latency at {number(point.summary.output_throughput)} output tokens per second")
     middle.set(xlabel="ms", ylabel="requests, %", title="Time per output token")
     for axes in (left, middle):
@@ -100,7 +100,7 @@ def distribution(axes: Axes, name: str, values: Sequence[float | None], color: s
 def curve(axes: Axes, points: Sequence[Point], best: int | None, what: str) -> None:
     x = [point.summary.output_throughput for point in points]
     spreads = [spread for point in points if (spread := point.summary.e2e) is not None]
-    median, high = [each.median for each in spreads], [dict(each.percentiles).get(99, each.max) for each in spreads]
+    median, high = [latency.median for latency in spreads], [dict(latency.percentiles).get(99, latency.max) for latency in spreads]
     axes.plot(x, high, color=ORANGE, marker="o", markersize=4, linewidth=1.2, label="p99")
     axes.plot(x, median, color=BLUE, marker="o", markersize=5, label="median")
     mark(axes, points, x, median, best)
@@ -111,15 +111,15 @@ def curve(axes: Axes, points: Sequence[Point], best: int | None, what: str) -> N
 
 def interactivity(axes: Axes, points: Sequence[Point], best: int | None, what: str) -> None:
     """What one user gets against what all get: up and to the right is better."""
-    known = [(i, point) for i, point in enumerate(points) if point.summary.per_user is not None]
-    if not known:
+    user_points = [(i, point) for i, point in enumerate(points) if point.summary.per_user is not None]
+    if not user_points:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "tokens were not streamed", ha="center", color=GREY)
         return
-    x = [each.summary.per_user.median for _, each in known if each.summary.per_user is not None]
-    y = [each.summary.output_throughput for _, each in known]
+    x = [point.summary.per_user.median for _, point in user_points if point.summary.per_user is not None]
+    y = [point.summary.output_throughput for _, point in user_points]
     axes.plot(x, y, color=GREEN, marker="o", markersize=5)
-    mark(axes, [each for _, each in known], x, y, next((at for at, (i, _) in enumerate(known) if i == best), None))
+    mark(axes, [point for _, point in user_points], x, y, next((at for at, (i, _) in enumerate(user_points) if i == best), None))
     from_zero(axes, x, y)
     axes.set(
         xlabel="output tokens per second of one user", ylabel="output tokens per second of all", title=f"All users by one user ({what})"
@@ -135,12 +135,12 @@ def acceptance(axes: Axes, points: Sequence[Point], best: int | None, what: str)
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no acceptance by position\nin the server's counters", ha="center", color=GREY)
         return
-    chosen = next((pair for pair in rates if best is not None and pair[0] is points[best]), rates[-1])
-    places = range(1, len(chosen[1]) + 1)
-    axes.bar(list(places), [100 * rate for rate in chosen[1]], color=BLUE, width=0.6, alpha=0.85)
-    for place, rate in zip(places, chosen[1], strict=True):
+    point_rates = next((pair for pair in rates if best is not None and pair[0] is points[best]), rates[-1])
+    places = range(1, len(point_rates[1]) + 1)
+    axes.bar(list(places), [100 * rate for rate in point_rates[1]], color=BLUE, width=0.6, alpha=0.85)
+    for place, rate in zip(places, point_rates[1], strict=True):
         axes.annotate(f"{rate:.0%}", (place, 100 * rate), textcoords="offset points", xytext=(0, 4), ha="center", fontsize=9)
-    length = chosen[0].server.length if chosen[0].server is not None else None
-    at = f" at {label(chosen[0])} {what}" if len(points) > 1 else ""
+    length = point_rates[0].server.length if point_rates[0].server is not None else None
+    at = f" at {label(point_rates[0])} {what}" if len(points) > 1 else ""
     axes.set(xlabel="position in the proposal", ylabel="accepted, %", ylim=(0, 108), xticks=list(places),
              title=f"Acceptance{at}: length {two_digits(length)}")  # fmt: skip

@@ -24,14 +24,14 @@ def percent(share: float) -> str:
 def of_spread(name: str, values: Spread | None, scale: float, unit: str) -> dict[str, float | None]:
     if values is None:
         return {}
-    made = {"mean": values.mean, "median": values.median, "std": values.std, "max": values.max}
-    made |= {percent(share): value for share, value in values.percentiles}
-    return {f"{what}_{name}{unit}": scale * value for what, value in made.items()}
+    statistics = {"mean": values.mean, "median": values.median, "std": values.std, "max": values.max}
+    statistics |= {percent(share): value for share, value in values.percentiles}
+    return {f"{what}_{name}{unit}": scale * value for what, value in statistics.items()}
 
 
 def as_json(summary: Summary, run: RawRun, setup: Mapping[str, Any]) -> dict[str, Any]:
     """`setup`: what was run."""
-    made: dict[str, Any] = dict(setup) | {
+    results: dict[str, Any] = dict(setup) | {
         "duration": summary.seconds,
         "completed": summary.completed,
         "failed": summary.requests - summary.completed,
@@ -52,37 +52,38 @@ def as_json(summary: Summary, run: RawRun, setup: Mapping[str, Any]) -> dict[str
         "client_cpu_cores": summary.client_load,
     }
     for name, field in TIMES.items():
-        made |= of_spread(name, getattr(summary, field), 1000, "_ms")
-    made |= of_spread("output_throughput_per_user", summary.per_user, 1, "")
+        results |= of_spread(name, getattr(summary, field), 1000, "_ms")
+    results |= of_spread("output_throughput_per_user", summary.per_user, 1, "")
     if (prompts := summary.prompts) is not None:
-        made["prompt_tokens_against_intended"] = {"compared": prompts.compared, "differ": prompts.differ,
+        results["prompt_tokens_against_intended"] = {"compared": prompts.compared, "differ": prompts.differ,
                                                   "mean_difference": prompts.mean_difference, "largest": prompts.largest}  # fmt: skip
     if (price := summary.price) is not None:
-        made["cost"] = {"total": price.total, "per_million_input_tokens": price.per_million_input,
+        results["cost"] = {"total": price.total, "per_million_input_tokens": price.per_million_input,
                         "per_million_output_tokens": price.per_million_output, "output_price_ratio": price.ratio,
                         "per_million_output_tokens_if_input_is_free": price.per_million_output_alone}  # fmt: skip
     if summary.categories:
-        made["categories"] = [
-            {"category": each.name, "requests": each.requests, "output_tokens": each.output_tokens, "tokens_per_step": each.tokens_per_step,
-             "acceptance_rate": each.rate, "mean_tpot_ms": None if each.tpot is None else 1000 * each.tpot.mean}
-            for each in summary.categories]  # fmt: skip
-    return made | (run.server.as_json() if run.server is not None else {})
+        results["categories"] = [
+            {"category": category.name, "requests": category.requests, "output_tokens": category.output_tokens,
+             "tokens_per_step": category.tokens_per_step, "acceptance_rate": category.rate,
+             "mean_tpot_ms": None if category.tpot is None else 1000 * category.tpot.mean}
+            for category in summary.categories]  # fmt: skip
+    return results | (run.server.as_json() if run.server is not None else {})
 
 
 def details(requests: Sequence[Measured], start: float) -> dict[str, Any]:
     """One entry for each request, in seconds; start times count from the run's start."""
     return {
-        "input_lens": [each.prompt_tokens for each in requests],
-        "output_lens": [each.output_tokens for each in requests],
-        "ttfts": [each.ttft for each in requests],
-        "itls": [each.gaps for each in requests],
-        "tokens_in_chunks": [[arrival.tokens for arrival in each.arrivals] for each in requests],
-        "e2els": [each.e2e for each in requests],
-        "start_times": [each.sent.at - start for each in requests],
-        "planned_times": [each.sent.planned - start for each in requests],
-        "finish_reasons": [each.finish for each in requests],
-        "generated_texts": [each.text for each in requests],
-        "errors": ["" if each.failure is None else f"{each.failure.reason}: {each.failure.detail}" for each in requests],
+        "input_lens": [request.prompt_tokens for request in requests],
+        "output_lens": [request.output_tokens for request in requests],
+        "ttfts": [request.ttft for request in requests],
+        "itls": [request.gaps for request in requests],
+        "tokens_in_chunks": [[arrival.tokens for arrival in request.arrivals] for request in requests],
+        "e2els": [request.e2e for request in requests],
+        "start_times": [request.sent.at - start for request in requests],
+        "planned_times": [request.sent.planned - start for request in requests],
+        "finish_reasons": [request.finish for request in requests],
+        "generated_texts": [request.text for request in requests],
+        "errors": ["" if request.failure is None else f"{request.failure.reason}: {request.failure.detail}" for request in requests],
     }
 
 

@@ -49,52 +49,52 @@ class RawRun:
     @property
     def seconds(self) -> float:
         """From the start to the last answer's end."""
-        return max((each.end for each in self.requests), default=self.start) - self.start
+        return max((request.end for request in self.requests), default=self.start) - self.start
 
 
-async def send_all(client: Asks, asked: Sequence[AskedConversation], load: Load, done: Done) -> list[Measured]:
-    """In the order of `asked`. Open loop: a conversation begins at its time whatever became of those before it; only `concurrency` holds
-    requests back, and how long is measured."""
+async def send_all(client: Asks, conversations: Sequence[AskedConversation], load: Load, done: Done) -> list[Measured]:
+    """In the order of `conversations`. Open loop: a conversation begins at its time whatever became of those before it; only
+    `concurrency` holds requests back, and how long is measured."""
     clock, start = client.clock, client.clock.now()
     slots: AbstractAsyncContextManager[object] = nullcontext() if load.concurrency is None else asyncio.Semaphore(load.concurrency)
     tasks = []
-    for conversation, time_ in zip(asked, load.times, strict=True):
+    for conversation, time_ in zip(conversations, load.times, strict=True):
         await clock.sleep(0)  # those on their way go on, even where the next one is late
         while (wait := start + time_ - clock.now()) > 0:  # timers of some event loops are early by up to a millisecond
             await clock.sleep(wait)
         talk = talk_through(client, conversation, start + time_, load.pause, slots, done)
         tasks.append(asyncio.create_task(talk))
-    return [each for answers in await asyncio.gather(*tasks) for each in answers]
+    return [answer for answers in await asyncio.gather(*tasks) for answer in answers]
 
 
-async def talk_through(client: Asks, asked: AskedConversation, planned: float, pause: float, slots: AbstractAsyncContextManager[object],
-                       done: Done) -> list[Measured]:  # fmt: skip
+async def talk_through(client: Asks, conversation: AskedConversation, planned: float, pause: float,
+                       slots: AbstractAsyncContextManager[object], done: Done) -> list[Measured]:  # fmt: skip
     """One conversation, turn after turn. Where a turn fails, those after it cannot be asked, and have failed too."""
-    made: list[Measured] = []
+    answers: list[Measured] = []
     history, clock = History(), client.clock
-    for turn in asked.turns:
-        if made and made[-1].failure is None:
-            planned = made[-1].end + pause
+    for turn in conversation.turns:
+        if answers and answers[-1].failure is None:
+            planned = answers[-1].end + pause
             if pause:
                 await clock.sleep(planned - clock.now())
         ready = clock.now()
-        if made and made[-1].failure is not None:
+        if answers and answers[-1].failure is not None:
             unsent = Failure("not sent: the turn before it failed")
-            answer = Measured(Sent(ready, ready, ready), ready, asked=turn.output, category=asked.category, failure=unsent)
+            answer = Measured(Sent(ready, ready, ready), ready, asked=turn.output, category=conversation.category, failure=unsent)
         else:
             async with slots:
-                answer = await client.ask(turn, history, planned, ready, asked.category)
+                answer = await client.ask(turn, history, planned, ready, conversation.category)
         if isinstance(turn.prompt, str):
             history = history.and_then(turn.prompt, answer.text)
-        made.append(answer)
+        answers.append(answer)
         done(answer)
-    return made
+    return answers
 
 
-async def warm_up(client: Asks, asked: Sequence[AskedConversation]) -> list[Measured]:
+async def warm_up(client: Asks, conversations: Sequence[AskedConversation]) -> list[Measured]:
     """The first turns, all at once, with short answers."""
     now = client.clock.now()
-    turns = [each.turns[0] for each in asked]
+    turns = [conversation.turns[0] for conversation in conversations]
     short = [AskedTurn(turn.prompt, min(turn.output or WARM_OUTPUT, WARM_OUTPUT), turn.tokens) for turn in turns]
     return list(await asyncio.gather(*(client.ask(turn, History(), now, now) for turn in short)))
 

@@ -35,10 +35,10 @@ def table_of(console: Console, title: str, *columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    made = Table(title=title, box=box.SIMPLE_HEAD if console.is_terminal else None)
+    table = Table(title=title, box=box.SIMPLE_HEAD if console.is_terminal else None)
     for column in columns:
-        made.add_column(column.strip(), justify="right" if column.endswith(" ") else "left", no_wrap=True)
-    return made
+        table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left", no_wrap=True)
+    return table
 
 
 def emit(console: Console, table: Table) -> None:
@@ -72,9 +72,9 @@ def show(summary: Summary, run: RawRun, percentile_metrics: Sequence[str], notes
     emit(console, rates(console, summary))
     if summary.e2e is not None:
         emit(console, latencies(console, summary, percentile_metrics))
-    for made in (verifications(console, run), categories(console, summary), failures(console, summary)):
-        if made is not None:
-            emit(console, made)
+    for table in (verifications(console, run), categories(console, summary), failures(console, summary)):
+        if table is not None:
+            emit(console, table)
     for line in (*notes, *remarks(summary, run)):
         console.print(f"note: {line}", soft_wrap=True)
     for line in (*warned, *warnings(summary, run)):
@@ -82,7 +82,7 @@ def show(summary: Summary, run: RawRun, percentile_metrics: Sequence[str], notes
 
 
 def rates(console: Console, summary: Summary) -> Table:
-    made = table_of(
+    table = table_of(
         console, f"{summary.completed:,} of {summary.requests:,} requests in {summary.seconds:,.2f} s", "", " total ", "per second "
     )
     rows: list[tuple[str, float | None, float | None]] = [
@@ -96,29 +96,29 @@ def rates(console: Console, summary: Summary) -> Table:
     if summary.goodput is not None:
         rows.append(("good requests", round(summary.goodput * summary.seconds), summary.goodput))
     for name, total, rate in rows:
-        made.add_row(name, number(total) if total is not None else "", number(rate) if rate is not None else "")
-    made.add_row("requests at once, peak", number(summary.peak_concurrency))
-    made.add_row("requests at once, mean", number(summary.concurrency))
+        table.add_row(name, number(total) if total is not None else "", number(rate) if rate is not None else "")
+    table.add_row("requests at once, peak", number(summary.peak_concurrency))
+    table.add_row("requests at once, mean", number(summary.concurrency))
     if (price := summary.price) is not None:
-        made.add_row("cost", f"{price.total:,.4f}")
-        made.add_row("cost per million input tokens", f"{price.per_million_input:,.4f}")
-        made.add_row("cost per million output tokens", f"{price.per_million_output:,.4f}")
-    return made
+        table.add_row("cost", f"{price.total:,.4f}")
+        table.add_row("cost per million input tokens", f"{price.per_million_input:,.4f}")
+        table.add_row("cost per million output tokens", f"{price.per_million_output:,.4f}")
+    return table
 
 
-def latencies(console: Console, summary: Summary, chosen: Sequence[str]) -> Table:
+def latencies(console: Console, summary: Summary, metrics: Sequence[str]) -> Table:
     assert summary.e2e is not None
     shares = [f"p{share:g} " for share, _ in summary.e2e.percentiles]
-    made = table_of(console, "latency in ms", "", "mean ", "median ", *shares, "max ")
+    table = table_of(console, "latency in ms", "", "mean ", "median ", *shares, "max ")
     spreads = {"ttft": summary.ttft, "tpot": summary.tpot, "itl": summary.itl, "e2el": summary.e2e}
-    rows = [(NAMES[name], spreads[name]) for name in NAMES if name in chosen]
+    rows = [(NAMES[name], spreads[name]) for name in NAMES if name in metrics]
     if summary.from_planned is not None:
         rows += [("  from planned time", summary.from_planned), ("lateness of sending", summary.lateness)]
         rows += [("wait for a slot", summary.slot_wait)] if summary.slot_wait is not None and summary.slot_wait.max > 1e-3 else []
     for name, values in rows:
         if values is not None:
-            made.add_row(name, *milliseconds(values))
-    return made
+            table.add_row(name, *milliseconds(values))
+    return table
 
 
 def verifications(console: Console, run: RawRun) -> Table | None:
@@ -126,37 +126,37 @@ def verifications(console: Console, run: RawRun) -> Table | None:
     server = run.server
     if server is None or not server.verifications:
         return None
-    made = table_of(console, f"acceptance, from {server.server}'s counters over this run", "", " ")
-    made.add_row("acceptance length", two_digits(server.length))
+    table = table_of(console, f"acceptance, from {server.server}'s counters over this run", "", " ")
+    table.add_row("acceptance length", two_digits(server.length))
     if server.rate is not None:
-        made.add_row("acceptance rate", f"{server.rate:.1%}")
+        table.add_row("acceptance rate", f"{server.rate:.1%}")
     for place, rate in enumerate(server.rates_at, 1):
-        made.add_row(f"  at position {place}", f"{rate:.1%}")
-    made.add_row("verifications", number(server.verifications))
-    return made
+        table.add_row(f"  at position {place}", f"{rate:.1%}")
+    table.add_row("verifications", number(server.verifications))
+    return table
 
 
 def categories(console: Console, summary: Summary) -> Table | None:
     if not summary.categories:
         return None
-    made = table_of(
+    table = table_of(
         console, "by category", "category", "requests ", "output tokens ", "tokens per step ", "acceptance rate ", "TPOT ms, mean "
     )
-    for each in summary.categories:
-        rate = "-" if each.rate is None else f"{each.rate:.1%}"
-        made.add_row(each.name, number(each.requests), number(each.output_tokens), two_digits(each.tokens_per_step), rate,
-                     "-" if each.tpot is None else number(1000 * each.tpot.mean))  # fmt: skip
-    return made
+    for category in summary.categories:
+        rate = "-" if category.rate is None else f"{category.rate:.1%}"
+        table.add_row(category.name, number(category.requests), number(category.output_tokens), two_digits(category.tokens_per_step), rate,
+                     "-" if category.tpot is None else number(1000 * category.tpot.mean))  # fmt: skip
+    return table
 
 
 def failures(console: Console, summary: Summary) -> Table | None:
     if not summary.failures:
         return None
-    made = table_of(console, f"{summary.requests - summary.completed:,} requests failed", "reason", "requests ", "for example")
-    made.columns[2].no_wrap = False
+    table = table_of(console, f"{summary.requests - summary.completed:,} requests failed", "reason", "requests ", "for example")
+    table.columns[2].no_wrap = False
     for reason, count, example in summary.failures:
-        made.add_row(reason, number(count), example)
-    return made
+        table.add_row(reason, number(count), example)
+    return table
 
 
 def remarks(summary: Summary, run: RawRun) -> Iterator[str]:
@@ -173,7 +173,7 @@ def remarks(summary: Summary, run: RawRun) -> Iterator[str]:
         price = summary.price
         yield (f"an output token costs {price.ratio:g} input tokens (--output-price-ratio); with input for nothing, a million output "
                f"tokens cost {price.per_million_output_alone:,.4f}")  # fmt: skip
-    if summary.categories and not any(each.tokens_per_step for each in summary.categories):
+    if summary.categories and not any(category.tokens_per_step for category in summary.categories):
         yield "this server says nothing of single requests: for acceptance by category, run each with --spec-bench-category"
 
 
@@ -207,18 +207,18 @@ def p99_of(values: Spread | None, scale: float) -> str | None:
 
 def swept(point: Point) -> list[tuple[str, str | None]]:
     """The rows of a sweep's table for this load. None: not measured."""
-    each, length = point.summary, point.server.length if point.server is not None else None
-    latencies = (("TTFT, ms", each.ttft, 1000), ("TPOT, ms", each.tpot, 1000), ("E2EL, s", each.e2e, 1))
+    summary, length = point.summary, point.server.length if point.server is not None else None
+    latencies = (("TTFT, ms", summary.ttft, 1000), ("TPOT, ms", summary.tpot, 1000), ("E2EL, s", summary.e2e, 1))
     return [
-        ("requests", f"{each.completed:,}/{each.requests:,}"),
-        ("requests per second", number(each.request_throughput)),
-        ("good requests per second", None if each.goodput is None else number(each.goodput)),
-        ("output tokens per second", number(each.output_throughput)),
-        ("  per user, median", median_of(each.per_user, 1)),
+        ("requests", f"{summary.completed:,}/{summary.requests:,}"),
+        ("requests per second", number(summary.request_throughput)),
+        ("good requests per second", None if summary.goodput is None else number(summary.goodput)),
+        ("output tokens per second", number(summary.output_throughput)),
+        ("  per user, median", median_of(summary.per_user, 1)),
         *(row for name, values, scale in latencies
           for row in ((f"{name}, median", median_of(values, scale)), ("  p99", p99_of(values, scale)))),
         ("acceptance length", None if length is None else two_digits(length)),
-        ("cost per million output", None if each.price is None else f"{each.price.per_million_output:,.4f}"),
+        ("cost per million output", None if summary.price is None else f"{summary.price.per_million_output:,.4f}"),
     ]  # fmt: skip
 
 
@@ -227,13 +227,13 @@ def show_sweep(points: Sequence[Point], what: str, console: Console | None = Non
     console = console or console_of()
     loads = [number(point.load) if math.isfinite(point.load) else "inf" for point in points]
     best = knee(points)
-    made = table_of(console, f"by {what}", what, *(f"{load} " for load in loads))
+    table = table_of(console, f"by {what}", what, *(f"{load} " for load in loads))
     for row in zip(*map(swept, points), strict=True):
         if any(cell is not None for _, cell in row):
-            made.add_row(row[0][0], *("-" if cell is None else cell for _, cell in row))
+            table.add_row(row[0][0], *("-" if cell is None else cell for _, cell in row))
     if best is not None:
-        made.add_row("", *("knee" if i == best else "" for i in range(len(points))))
-    emit(console, made)
+        table.add_row("", *("knee" if i == best else "" for i in range(len(points))))
+    emit(console, table)
     if best is not None:
         console.print(f"note: the knee is where output throughput by mean latency is largest: {loads[best]} {what}", soft_wrap=True)
         if best in (0, len(points) - 1):
@@ -254,9 +254,9 @@ def progress(total: int, shown: bool, title: str) -> Iterator[Callable[[Measured
         task = bar.add_task(title, total=total, more="")
         failed = tokens = 0
 
-        def done(each: Measured) -> None:
+        def done(request: Measured) -> None:
             nonlocal failed, tokens
-            failed, tokens = failed + (each.failure is not None), tokens + each.output_tokens
+            failed, tokens = failed + (request.failure is not None), tokens + request.output_tokens
             bar.update(task, advance=1, more=f"{tokens:,} tokens" + (f", {failed:,} failed" if failed else ""))
 
         yield done

@@ -122,9 +122,9 @@ class AnswerReader:
 
     @property
     def figures(self) -> OwnFigures | None:
-        own = self.usage.figures if self.usage is not None else None
-        if own is not None:
-            return OwnFigures(own.steps, own.proposed, own.accepted)
+        usage_figures = self.usage.figures if self.usage is not None else None
+        if usage_figures is not None:
+            return OwnFigures(usage_figures.steps, usage_figures.proposed, usage_figures.accepted)
         theirs = self.metrics.figures if self.metrics is not None else None
         return None if theirs is None else OwnFigures(theirs.steps + 1, theirs.proposed, theirs.accepted)
 
@@ -161,11 +161,11 @@ class AnswerReader:
 def message_of(body: bytes) -> str:
     """An error's text, from any of the forms that servers give it."""
     try:
-        found = msgspec.json.decode(body)
+        value = msgspec.json.decode(body)
         for name in ("error", "message", "detail"):
-            if isinstance(found, dict) and found.get(name):
-                found = found[name]
-        text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
+            if isinstance(value, dict) and value.get(name):
+                value = value[name]
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     except msgspec.MsgspecError:
         text = body.decode(errors="replace")
     return " ".join(text.split())[:200]

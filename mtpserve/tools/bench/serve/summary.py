@@ -142,7 +142,7 @@ def spread(values: Iterable[float | None], percentiles: Sequence[float] = PERCEN
 
 def peak_of(requests: Iterable[Measured]) -> int:
     """Most requests at once. One that ends when another is sent does not overlap with it."""
-    changes = sorted([(each.sent.at, 1) for each in requests] + [(each.end, -1) for each in requests])
+    changes = sorted([(request.sent.at, 1) for request in requests] + [(request.end, -1) for request in requests])
     running = peak = 0
     for _, change in changes:
         running += change
@@ -152,17 +152,17 @@ def peak_of(requests: Iterable[Measured]) -> int:
 
 def peak_output_of(requests: Iterable[Measured], start: float) -> float:
     seconds: Counter[int] = Counter()
-    for each in requests:
-        for time, tokens in each.arrivals:
+    for request in requests:
+        for time, tokens in request.arrivals:
             seconds[math.floor(time - start)] += tokens
     return float(max(seconds.values(), default=0))
 
 
-def is_good(each: Measured, limits: Mapping[str, float]) -> bool:
+def is_good(request: Measured, limits: Mapping[str, float]) -> bool:
     """A request of one token has no TPOT, and meets its limit; one without streaming has no TTFT, and is not good where one is asked."""
-    if not each.streamed and limits.keys() & {"ttft", "tpot"}:
+    if not request.streamed and limits.keys() & {"ttft", "tpot"}:
         return False
-    values = {"ttft": each.ttft, "tpot": each.tpot or 0.0, "e2el": each.e2e}
+    values = {"ttft": request.ttft, "tpot": request.tpot or 0.0, "e2el": request.e2e}
     return all((value := values[name]) is not None and value <= limit for name, limit in limits.items())
 
 
@@ -175,43 +175,47 @@ def price_of(seconds: float, per_hour: float, ratio: float, input_tokens: int, o
 
 
 def prompts_of(requests: Iterable[Measured]) -> PromptCounts | None:
-    pairs = [each.prompt_tokens - each.meant for each in requests if each.prompt_tokens and each.meant is not None]
+    pairs = [request.prompt_tokens - request.meant for request in requests if request.prompt_tokens and request.meant is not None]
     if not pairs:
         return None
     return PromptCounts(len(pairs), sum(map(bool, pairs)), sum(pairs) / len(pairs), max(pairs, key=abs))
 
 
 def categories_of(requests: Sequence[Measured], percentiles: Sequence[float]) -> tuple[CategoryFigures, ...]:
-    made = []
-    for name in sorted({each.category for each in requests} - {""}):
-        members = [each for each in requests if each.category == name]
-        known = [each for each in members if each.figures is not None]
-        steps, proposed, accepted = (sum(getattr(each.figures, what) for each in known) for what in ("steps", "proposed", "accepted"))
-        tokens = sum(each.output_tokens for each in known)
-        made.append(
+    categories = []
+    for name in sorted({request.category for request in requests} - {""}):
+        members = [request for request in requests if request.category == name]
+        with_figures = [request for request in members if request.figures is not None]
+        steps, proposed, accepted = (
+            sum(getattr(request.figures, what) for request in with_figures) for what in ("steps", "proposed", "accepted")
+        )
+        tokens = sum(request.output_tokens for request in with_figures)
+        categories.append(
             CategoryFigures(
                 name,
                 len(members),
-                sum(each.output_tokens for each in members),
+                sum(request.output_tokens for request in members),
                 tokens / steps if steps else None,
                 accepted / proposed if proposed else None,
-                spread((each.tpot for each in members), percentiles),
+                spread((request.tpot for request in members), percentiles),
             )
         )
-    return tuple(made)
+    return tuple(categories)
 
 
 def failures_of(requests: Iterable[Measured]) -> tuple[tuple[str, int, str], ...]:
-    failed = [each.failure for each in requests if each.failure is not None]
-    reasons = Counter(each.reason for each in failed)
-    return tuple((reason, count, next(each.detail for each in failed if each.reason == reason)) for reason, count in reasons.most_common())
+    failed = [request.failure for request in requests if request.failure is not None]
+    reasons = Counter(failure.reason for failure in failed)
+    return tuple(
+        (reason, count, next(failure.detail for failure in failed if failure.reason == reason)) for reason, count in reasons.most_common()
+    )
 
 
 def summarise(run: RawRun, options: SummaryOptions) -> Summary:
-    good = [each for each in run.requests if each.failure is None]
-    input_tokens, output_tokens = sum(each.prompt_tokens or 0 for each in good), sum(each.output_tokens for each in good)
-    cached = [each.cached_tokens for each in good if each.cached_tokens is not None]
-    sent = [each for each in run.requests if each.end > each.sent.at]
+    good = [request for request in run.requests if request.failure is None]
+    input_tokens, output_tokens = sum(request.prompt_tokens or 0 for request in good), sum(request.output_tokens for request in good)
+    cached = [request.cached_tokens for request in good if request.cached_tokens is not None]
+    sent = [request for request in run.requests if request.end > request.sent.at]
 
     def of(value: Callable[[Measured], float | None], among: Sequence[Measured] = good) -> Spread | None:
         return spread(map(value, among), options.percentiles)
@@ -225,21 +229,21 @@ def summarise(run: RawRun, options: SummaryOptions) -> Summary:
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         cached_tokens=sum(cached) if cached else None,
-        ttft=of(lambda each: each.ttft),
-        tpot=of(lambda each: each.tpot),
-        itl=spread((gap for each in good for gap in each.gaps), options.percentiles),
-        e2e=of(lambda each: each.e2e),
-        from_planned=of(lambda each: each.from_planned) if options.open_loop else None,
-        lateness=of(lambda each: each.sent.lateness, sent) if options.open_loop else None,
-        slot_wait=of(lambda each: each.sent.slot_wait, sent),
-        per_user=of(lambda each: 1 / each.tpot if each.tpot else None),
+        ttft=of(lambda request: request.ttft),
+        tpot=of(lambda request: request.tpot),
+        itl=spread((gap for request in good for gap in request.gaps), options.percentiles),
+        e2e=of(lambda request: request.e2e),
+        from_planned=of(lambda request: request.from_planned) if options.open_loop else None,
+        lateness=of(lambda request: request.sent.lateness, sent) if options.open_loop else None,
+        slot_wait=of(lambda request: request.sent.slot_wait, sent),
+        per_user=of(lambda request: 1 / request.tpot if request.tpot else None),
         peak_concurrency=peak_of(sent),
         peak_output=peak_output_of(good, run.start),
-        goodput=None if limits is None or not run.seconds else sum(is_good(each, limits) for each in good) / run.seconds,
+        goodput=None if limits is None or not run.seconds else sum(is_good(request, limits) for request in good) / run.seconds,
         price=None if price is None else price_of(run.seconds, price, options.output_price_ratio, input_tokens, output_tokens),
         prompts=prompts_of(good),
-        short=sum(each.asked is not None and each.output_tokens < each.asked for each in good),
-        counted_by=tuple(Counter(each.counted_by for each in good).most_common()),
+        short=sum(request.asked is not None and request.output_tokens < request.asked for request in good),
+        counted_by=tuple(Counter(request.counted_by for request in good).most_common()),
         categories=categories_of(good, options.percentiles),
         client_load=run.client_cpu / run.seconds if run.seconds else 0.0,
     )

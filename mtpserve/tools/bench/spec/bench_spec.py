@@ -43,33 +43,33 @@ HELD_OUT = 13  # of 256: files of Python's library that the demo model has not s
 
 
 def parser() -> Parser:
-    made = Parser(
+    arg_parser = Parser(
         prog="mtpserve bench spec",
         usage="%(prog)s [--model MODEL] [--num-steps N,N,...] [--eagle-topk N,N,...] [--batch-sizes N,N,...] [options]",
         description="Acceptance, time of a step and its parts, and speed-up over plain decoding, for drafts of several shapes and several "
         "loads, in one engine without a restart; and the best shape for each load.",
     )
-    what = made.add_argument_group("what is compared: all combinations of")
+    what = arg_parser.add_argument_group("what is compared: all combinations of")
     what.add_argument("--num-steps", metavar="N,N,...", default="1,2,3", help="depths, 1 to 7 (default: 1,2,3)")
     what.add_argument("--eagle-topk", metavar="N,N,...", default="1", help="branches per draft step, 1 to 8; 1 is a chain (default: 1)")
     rows = "rows of a tree: drafts + 1 (default: num-steps * topk + 1, for a chain always num-steps + 1)"
     what.add_argument("--num-draft-tokens", metavar="N,N,...", help=rows)
     what.add_argument("--batch-sizes", metavar="N,N,...", default="1,4,16", help="requests at once (default: 1,4,16)")
     what.add_argument("--temperatures", metavar="X,X,...", default="0", help="0 is greedy (default: 0)")
-    asked = made.add_argument_group("what is asked")
-    asked.add_argument("--input-len", metavar="N", type=int, default=128, help="tokens of a prompt (default: 128)")
-    asked.add_argument(
+    request_group = arg_parser.add_argument_group("what is asked")
+    request_group.add_argument("--input-len", metavar="N", type=int, default=128, help="tokens of a prompt (default: 128)")
+    request_group.add_argument(
         "--output-len", metavar="N", type=int, default=64, help="tokens of an answer, at which its clock stops (default: 64)"
     )
-    asked.add_argument(
+    request_group.add_argument(
         "--rounds", metavar="N", type=int, default=5, help="how often each is measured; of times the median counts (default: 5)"
     )
     source = 'prompts, one object with "prompt" per line (default: source files of Python\'s library that the demo model has not seen)'
-    asked.add_argument("--prompts", metavar="FILE", help=source)
-    asked.add_argument("--seed", metavar="N", type=int, default=0, help="of what is sampled (default: 0)")
-    made.add_argument("--output-file", metavar="FILE", help="write the results here as JSON, too")
-    add_options(made, SECTIONS, KNOWN)
-    return made
+    request_group.add_argument("--prompts", metavar="FILE", help=source)
+    request_group.add_argument("--seed", metavar="N", type=int, default=0, help="of what is sampled (default: 0)")
+    arg_parser.add_argument("--output-file", metavar="FILE", help="write the results here as JSON, too")
+    add_options(arg_parser, SECTIONS, KNOWN)
+    return arg_parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,88 +98,90 @@ class SpecGrid:
 
 
 def run(arguments: Sequence[str]) -> int:
-    chosen = parser().parse(arguments)
-    asked, values = asked_of(chosen), given(chosen)
-    config = config_of(asked, {name: value for name, value in values.items() if name in KNOWN})
-    texts = None if chosen.prompts is None else read_prompts(chosen.prompts)
-    made, notes, algorithm = measure(asked, config, texts)
+    options = parser().parse(arguments)
+    spec_grid, values = asked_of(options), given(options)
+    config = config_of(spec_grid, {name: value for name, value in values.items() if name in KNOWN})
+    texts = None if options.prompts is None else read_prompts(options.prompts)
+    figures, notes, algorithm = measure(spec_grid, config, texts)
     config |= {"speculative_algorithm": algorithm}
-    show(asked, made, notes, algorithm)
-    if chosen.output_file is not None:
-        write(chosen.output_file, as_json(asked, made, notes, config))
+    show(spec_grid, figures, notes, algorithm)
+    if options.output_file is not None:
+        write(options.output_file, as_json(spec_grid, figures, notes, config))
     return 0
 
 
-def asked_of(chosen: Any) -> SpecGrid:
+def asked_of(options: Any) -> SpecGrid:
     for name, least in (("input_len", 1), ("output_len", 8), ("rounds", 1)):
-        check((value := getattr(chosen, name)) >= least, name, value, f"at least {least}")
-    check(0 <= chosen.seed < 1 << 62, "seed", chosen.seed, "at least 0")
-    steps, topks = numbers("num_steps", chosen.num_steps, 1, 7), numbers("eagle_topk", chosen.eagle_topk, 1, 8)
-    rows = None if chosen.num_draft_tokens is None else numbers("num_draft_tokens", chosen.num_draft_tokens, 2, 1 << 16)
+        check((value := getattr(options, name)) >= least, name, value, f"at least {least}")
+    check(0 <= options.seed < 1 << 62, "seed", options.seed, "at least 0")
+    steps, topks = numbers("num_steps", options.num_steps, 1, 7), numbers("eagle_topk", options.eagle_topk, 1, 8)
+    rows = None if options.num_draft_tokens is None else numbers("num_draft_tokens", options.num_draft_tokens, 2, 1 << 16)
     shapes, skipped = grid.shapes(steps, topks, rows)
-    loads = [SpecLoad(*each) for each in product(numbers("batch_sizes", chosen.batch_sizes, 1, 1 << 16), temperatures(chosen.temperatures))]
-    return SpecGrid(shapes, skipped, loads, chosen.input_len, chosen.output_len, chosen.rounds, chosen.seed)
+    loads = [
+        SpecLoad(*pair) for pair in product(numbers("batch_sizes", options.batch_sizes, 1, 1 << 16), temperatures(options.temperatures))
+    ]
+    return SpecGrid(shapes, skipped, loads, options.input_len, options.output_len, options.rounds, options.seed)
 
 
-def numbers(name: str, given: str, least: int, most: int) -> list[int]:
-    parts = [part.strip() for part in given.split(",")]
-    good = all(part.isdecimal() and least <= int(part) <= most for part in parts)
-    check(good, name, given, f"whole numbers from {least} to {most} with commas between them")
+def numbers(name: str, text: str, least: int, limit: int) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    good = all(part.isdecimal() and least <= int(part) <= limit for part in parts)
+    check(good, name, text, f"whole numbers from {least} to {limit} with commas between them")
     return sorted({int(part) for part in parts})
 
 
-def temperatures(given: str) -> list[float]:
+def temperatures(text: str) -> list[float]:
     try:
-        values = [float(part) for part in given.split(",")]
+        values = [float(part) for part in text.split(",")]
     except ValueError:
         values = [-1.0]
-    check(all(math.isfinite(value) and 0 <= value <= 100 for value in values), "temperatures", given, "numbers from 0 to 100")
+    check(all(math.isfinite(value) and 0 <= value <= 100 for value in values), "temperatures", text, "numbers from 0 to 100")
     return sorted(set(values))
 
 
-def config_of(asked: SpecGrid, values: Values) -> Values:
+def config_of(spec_grid: SpecGrid, values: Values) -> Values:
     """Options of an engine that can draft in all shapes, for the largest batch."""
-    batch, shape = asked.batch, asked.largest
-    made: Values = values | grid.options(shape)
-    made |= {"speculative_adaptive": False, "max_running_requests": batch}
+    batch, shape = spec_grid.batch, spec_grid.largest
+    options: Values = values | grid.options(shape)
+    options |= {"speculative_adaptive": False, "max_running_requests": batch}
     # A prompt's last page is computed by each request: all of them in one step, where that can be.
-    made.setdefault("chunked_prefill_size", max(512, batch * (shape.nodes + 10)))
-    config = settings(made).engine
-    longest, page = longest_of(asked, config), config.cache.page_size
-    made.setdefault("max_total_tokens", (batch + 1) * (longest + 4 * (shape.nodes + shape.topk * shape.steps + page + 10)))
-    made["schedule_conservativeness"] = 0.0
-    settings(made)  # what the options rule out is said before anything loads
-    return made
+    options.setdefault("chunked_prefill_size", max(512, batch * (shape.nodes + 10)))
+    config = settings(options).engine
+    longest, page = longest_of(spec_grid, config), config.cache.page_size
+    options.setdefault("max_total_tokens", (batch + 1) * (longest + 4 * (shape.nodes + shape.topk * shape.steps + page + 10)))
+    options["schedule_conservativeness"] = 0.0
+    settings(options)  # what the options rule out is said before anything loads
+    return options
 
 
-def longest_of(asked: SpecGrid, config: EngineConfig) -> int:
+def longest_of(spec_grid: SpecGrid, config: EngineConfig) -> int:
     """Tokens of a request."""
-    return asked.input + asked.output + asked.room(config.cache.page_size, config.scheduler.step_tokens)
+    return spec_grid.input + spec_grid.output + spec_grid.room(config.cache.page_size, config.scheduler.step_tokens)
 
 
-def measure(asked: SpecGrid, values: Values, texts: Sequence[str] | None) -> tuple[list[SpecFigures], list[str], str]:
+def measure(spec_grid: SpecGrid, values: Values, texts: Sequence[str] | None) -> tuple[list[SpecFigures], list[str], str]:
     """→ figures, plain decoding's among them, what is to be noted, and what drafts, as --speculative-algorithm names it."""
     from mtpserve.llm import LLM
     from mtpserve.tools.bench.spec.measure import SpecBench
 
     options: dict[str, Any] = dict(values)
     with LLM(**options) as llm:
-        longest = longest_of(asked, llm.config)
+        longest = longest_of(spec_grid, llm.config)
         if longest > llm.engine.context_length:
             raise ConfigError(
                 f"--input-len and --output-len need {longest} tokens with drafts, the context has {llm.engine.context_length}"
             )
         clock = clock_of(llm)
-        room = longest - asked.input - asked.output
-        bench = SpecBench(llm.engine, prompts_of(asked, llm, texts), asked.output, room, asked.seed, clock)
-        shapes = [PLAIN, *asked.shapes]
-        with progress(len(shapes) * len(asked.loads) * asked.rounds) as done:
-            windows = bench.run(shapes, asked.loads, asked.rounds, done)
+        room = longest - spec_grid.input - spec_grid.output
+        bench = SpecBench(llm.engine, prompts_of(spec_grid, llm, texts), spec_grid.output, room, spec_grid.seed, clock)
+        shapes = [PLAIN, *spec_grid.shapes]
+        with progress(len(shapes) * len(spec_grid.loads) * spec_grid.rounds) as done:
+            windows = bench.run(shapes, spec_grid.loads, spec_grid.rounds, done)
         lots = llm.engine.card.synthetic_acceptance is not None
-        made = [
-            grid.figures(shape, load, windows[shape, load], windows[PLAIN, load], lots) for load in asked.loads for shape in shapes
+        figures = [
+            grid.figures(shape, load, windows[shape, load], windows[PLAIN, load], lots) for load in spec_grid.loads for shape in shapes
         ]  # fmt: skip
-        return made, notes_of(asked, llm, made, clock is not None), str(llm.engine.card.algorithm)
+        return figures, notes_of(spec_grid, llm, figures, clock is not None), str(llm.engine.card.algorithm)
 
 
 def clock_of(llm: LLM) -> Any:
@@ -194,27 +196,27 @@ def clock_of(llm: LLM) -> Any:
     return clock
 
 
-def notes_of(asked: SpecGrid, llm: LLM, made: Sequence[SpecFigures], parts: bool) -> list[str]:
-    notes = [f"skipped: {each}" for each in asked.skipped]
+def notes_of(spec_grid: SpecGrid, llm: LLM, figures: Sequence[SpecFigures], parts: bool) -> list[str]:
+    notes = [f"skipped: {line}" for line in spec_grid.skipped]
     if curve := llm.engine.card.synthetic_acceptance:
         notes.append(f"SYNTHETIC ACCEPTANCE by the curve {curve}: AL is the curve's, not the model's")
     if not parts:
         notes.append("steps are captured, and a captured step has no parts; --disable-cuda-graph measures them")
-    if differing := sum(each.same_text is False for each in made):
+    if differing := sum(cell.same_text is False for cell in figures):
         notes.append(
             f"in {differing} rows some greedy text is not plain decoding's, by rounding or by a defect: `mtpserve prove` tells which"
         )
     return notes
 
 
-def prompts_of(asked: SpecGrid, llm: LLM, texts: Sequence[str] | None) -> list[list[int]]:
-    count = asked.batch * asked.rounds
+def prompts_of(spec_grid: SpecGrid, llm: LLM, texts: Sequence[str] | None) -> list[list[int]]:
+    count = spec_grid.batch * spec_grid.rounds
     if llm.config.model.numbers_for_text and texts is None:
-        random = Random(asked.seed)
-        return [[random.randrange(llm.engine.card.vocab) for _ in range(asked.input)] for _ in range(count)]
+        random = Random(spec_grid.seed)
+        return [[random.randrange(llm.engine.card.vocab) for _ in range(spec_grid.input)] for _ in range(count)]
     if texts is None:
-        return library_prompts(llm.tokenizer, asked.input, count)
-    return [llm.tokenizer.encode(text)[: asked.input] for text in texts]
+        return library_prompts(llm.tokenizer, spec_grid.input, count)
+    return [llm.tokenizer.encode(text)[: spec_grid.input] for text in texts]
 
 
 def read_prompts(file: str) -> list[str]:
@@ -222,7 +224,7 @@ def read_prompts(file: str) -> list[str]:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {file}: {getattr(error, 'strerror', None) or error}") from error
-    made = []
+    prompts = []
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line) if line.strip() else {"prompt": None}
@@ -231,10 +233,10 @@ def read_prompts(file: str) -> list[str]:
         text = value.get("prompt") if isinstance(value, dict) else None
         if line.strip() and (not isinstance(text, str) or not text):
             raise ConfigError(f'--prompts {file}, line {number}: must be an object with a text as "prompt"')
-        made += [text] if isinstance(text, str) else []
-    if not made:
+        prompts += [text] if isinstance(text, str) else []
+    if not prompts:
         raise ConfigError(f"--prompts {file}: no prompt in it")
-    return made
+    return prompts
 
 
 def library_prompts(tokenizer: Tokenizer, length: int, count: int) -> list[list[int]]:
@@ -242,15 +244,15 @@ def library_prompts(tokenizer: Tokenizer, length: int, count: int) -> list[list[
     training, by a hash of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(path for path in root.rglob("*.py") if "-packages" not in str(path.relative_to(root)))
-    chosen = [path for path in names if hashlib.sha256(str(path.relative_to(root)).encode()).digest()[0] < HELD_OUT]
-    made: list[list[int]] = []
-    rest = [tokenizer.encode(path.read_text("utf-8", errors="ignore")[: 64 * length]) for path in chosen]
-    while len(made) < count and (rest := [ids for ids in rest if len(ids) >= 2 * length]):
-        made += [ids[:length] for ids in rest]
+    files = [path for path in names if hashlib.sha256(str(path.relative_to(root)).encode()).digest()[0] < HELD_OUT]
+    prompts: list[list[int]] = []
+    rest = [tokenizer.encode(path.read_text("utf-8", errors="ignore")[: 64 * length]) for path in files]
+    while len(prompts) < count and (rest := [ids for ids in rest if len(ids) >= 2 * length]):
+        prompts += [ids[:length] for ids in rest]
         rest = [ids[2 * length :] for ids in rest]
-    if not made:
+    if not prompts:
         raise ConfigError(f"--input-len {length}: no file of Python's library on this machine is that long; see --prompts")
-    return made[:count]
+    return prompts[:count]
 
 
 @contextmanager
@@ -268,27 +270,27 @@ def progress(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def show(asked: SpecGrid, made: Sequence[SpecFigures], notes: Sequence[str], algorithm: str) -> None:
+def show(spec_grid: SpecGrid, figures: Sequence[SpecFigures], notes: Sequence[str], algorithm: str) -> None:
     from mtpserve.tools.inspect.inspect_command import plain, terminal
 
     console = terminal()
     first = ("batch ", "temperature ", "drafts", "AL ", "step ms ")
     columns = (*first, *(f"{part} " for part in PARTS), "tok/s ", "S ", "M ")
-    title = f"prompts of {asked.input} tokens, answers of {asked.output}, {asked.rounds} rounds"
+    title = f"prompts of {spec_grid.input} tokens, answers of {spec_grid.output}, {spec_grid.rounds} rounds"
     table = plain(console, title, *columns)
-    for each in made:
-        parts = [f"{1000 * each.parts[part]:.2f}" if each.parts else "-" for part in PARTS]
+    for cell in figures:
+        parts = [f"{1000 * cell.parts[part]:.2f}" if cell.parts else "-" for part in PARTS]
         row = [
-            str(each.load.batch),
-            f"{each.load.temperature:g}",
-            named(each.shape),
-            f"{each.accept_length:.2f}",
-            f"{1000 * each.step:.2f}",
+            str(cell.load.batch),
+            f"{cell.load.temperature:g}",
+            named(cell.shape),
+            f"{cell.accept_length:.2f}",
+            f"{1000 * cell.step:.2f}",
         ]
-        table.add_row(*row, *parts, f"{each.tokens_per_second:,.0f}", f"{each.speedup:.2f}", f"{each.overhead:.2f}")
+        table.add_row(*row, *parts, f"{cell.tokens_per_second:,.0f}", f"{cell.speedup:.2f}", f"{cell.overhead:.2f}")
     console.print(table)
-    for load in asked.loads:
-        console.print(f"best for {loaded(load)}: {advice(made, load, algorithm)}", soft_wrap=True)
+    for load in spec_grid.loads:
+        console.print(f"best for {loaded(load)}: {advice(figures, load, algorithm)}", soft_wrap=True)
     for line in notes:
         console.print(f"note: {line}", soft_wrap=True)
 
@@ -303,28 +305,28 @@ def loaded(load: SpecLoad) -> str:
     return f"{load.batch} request{'s' * (load.batch > 1)} at temperature {load.temperature:g}"
 
 
-def advice(made: Sequence[SpecFigures], load: SpecLoad, algorithm: str) -> str:
-    drafted = [each for each in made if each.shape != PLAIN]
-    found = grid.best(drafted, load)
-    if found is None:
+def advice(figures: Sequence[SpecFigures], load: SpecLoad, algorithm: str) -> str:
+    drafted = [cell for cell in figures if cell.shape != PLAIN]
+    best_cell = grid.best(drafted, load)
+    if best_cell is None:
         return "--speculative-algorithm none: plain decoding is faster than all of these"
-    return f"{grid.line(algorithm, found.shape)}   ({found.speedup:.2f} times plain decoding)"
+    return f"{grid.line(algorithm, best_cell.shape)}   ({best_cell.speedup:.2f} times plain decoding)"
 
 
-def as_json(asked: SpecGrid, made: Sequence[SpecFigures], notes: Sequence[str], config: Values) -> dict[str, Any]:
+def as_json(spec_grid: SpecGrid, figures: Sequence[SpecFigures], notes: Sequence[str], config: Values) -> dict[str, Any]:
     algorithm = str(config["speculative_algorithm"])
-    chosen = {load: grid.best([each for each in made if each.shape != PLAIN], load) for load in asked.loads}
+    best_cells = {load: grid.best([cell for cell in figures if cell.shape != PLAIN], load) for load in spec_grid.loads}
     return {
         "engine": {name: value for name, value in sorted(config.items()) if name in KNOWN},
-        "input_len": asked.input,
-        "output_len": asked.output,
-        "rounds": asked.rounds,
-        "seed": asked.seed,
-        "cells": [grid.as_row(each) for each in made],
+        "input_len": spec_grid.input,
+        "output_len": spec_grid.output,
+        "rounds": spec_grid.rounds,
+        "seed": spec_grid.seed,
+        "cells": [grid.as_row(cell) for cell in figures],
         "best": [
             {"batch_size": load.batch, "temperature": load.temperature, "speedup": None if one is None else round(one.speedup, 4),
              "options": None if one is None else grid.line(algorithm, one.shape)}
-            for load, one in chosen.items()
+            for load, one in best_cells.items()
         ],
         "notes": list(notes),
     }  # fmt: skip

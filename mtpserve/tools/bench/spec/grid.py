@@ -60,22 +60,22 @@ class SpecFigures:
 def shapes(steps: Sequence[int], topks: Sequence[int], rows: Sequence[int] | None) -> tuple[list[DraftShape], list[str]]:
     """→ all that can be, and a line for each combination that cannot. `rows`: drafts + 1 of trees; None: steps · topk + 1, as the server
     has it. Raises ConfigError if nothing remains."""
-    made, skipped = dict[DraftShape, None](), list[str]()
+    draft_shapes, skipped = dict[DraftShape, None](), list[str]()
     for topk, depth in product(topks, steps):
         if topk == 1:
-            made[DraftShape(depth, 1, depth)] = None
+            draft_shapes[DraftShape(depth, 1, depth)] = None
             continue
         pool = DraftShape(depth, topk).pool
-        most = min(pool, MAX_ROWS - 1)
-        for count in rows or (min(depth * topk, most) + 1,):
-            if 1 <= count - 1 <= most:
-                made[DraftShape(depth, topk, count - 1)] = None
+        max_drafts = min(pool, MAX_ROWS - 1)
+        for count in rows or (min(depth * topk, max_drafts) + 1,):
+            if 1 <= count - 1 <= max_drafts:
+                draft_shapes[DraftShape(depth, topk, count - 1)] = None
             else:
                 why = f"{pool} nodes" if pool < MAX_ROWS else f"at most {MAX_ROWS - 1} of its {pool} nodes verified"
                 skipped.append(f"{depth} steps, topk {topk}, {count} draft tokens: such a tree has {why}, beside the last token")
-    if not made:
+    if not draft_shapes:
         raise ConfigError(f"no combination of --num-steps, --eagle-topk and --num-draft-tokens can be: {skipped[0]}")
-    return list(made), skipped
+    return list(draft_shapes), skipped
 
 
 def largest(all: Sequence[DraftShape]) -> DraftShape:
@@ -101,9 +101,11 @@ def figures(shape: DraftShape, load: SpecLoad, windows: Sequence[Window], plain:
     """`windows`: one for each round, of this shape; `plain` those of plain decoding. `lots`: acceptance is synthetic."""
     length, step = accept_length(windows), step_time(windows)
     rate, usual = length / step, accept_length(plain) / step_time(plain)
-    known = all(window.parts for window in windows)
-    parts = {part: step * median(each.parts.get(part, 0.0) / sum(each.times) for each in windows) for part in PARTS} if known else {}
-    if known:
+    has_parts = all(window.parts for window in windows)
+    parts = (
+        {part: step * median(window.parts.get(part, 0.0) / sum(window.times) for window in windows) for part in PARTS} if has_parts else {}
+    )
+    if has_parts:
         parts["host"] = max(step - sum(parts[part] for part in PARTS[1:]), 0.0)
     compared = load.temperature == 0 and not lots
     texts = [pair for one, other in zip(windows, plain, strict=True) for pair in zip(one.texts, other.texts, strict=True)]
@@ -112,11 +114,11 @@ def figures(shape: DraftShape, load: SpecLoad, windows: Sequence[Window], plain:
 
 
 def accept_length(windows: Sequence[Window]) -> float:
-    return sum(each.tokens for each in windows) / sum(each.verifications for each in windows)
+    return sum(window.tokens for window in windows) / sum(window.verifications for window in windows)
 
 
 def step_time(windows: Sequence[Window]) -> float:
-    return median(seconds for each in windows for seconds in each.times)
+    return median(seconds for window in windows for seconds in window.times)
 
 
 def agree(one: Sequence[int], other: Sequence[int]) -> bool:
@@ -128,22 +130,22 @@ def agree(one: Sequence[int], other: Sequence[int]) -> bool:
 def best(all: Sequence[SpecFigures], load: SpecLoad) -> SpecFigures | None:
     """The fastest under this load; None: nothing is faster than plain decoding. Of shapes that are equally fast, the one with fewer
     nodes."""
-    under = [each for each in all if each.load == load and each.speedup >= WIN]
-    return max(under, key=lambda each: (each.speedup, -each.shape.nodes), default=None)
+    under = [cell for cell in all if cell.load == load and cell.speedup >= WIN]
+    return max(under, key=lambda cell: (cell.speedup, -cell.shape.nodes), default=None)
 
 
-def as_row(each: SpecFigures) -> dict[str, object]:
+def as_row(cell: SpecFigures) -> dict[str, object]:
     return {
-        "num_steps": each.shape.steps,
-        "eagle_topk": each.shape.topk,
-        "num_draft_tokens": each.shape.nodes + 1,
-        "batch_size": each.load.batch,
-        "temperature": each.load.temperature,
-        "accept_length": round(each.accept_length, 4),
-        "step_ms": round(1000 * each.step, 4),
-        "parts_ms": {part: round(1000 * seconds, 4) for part, seconds in each.parts.items()} or None,
-        "tokens_per_second": round(each.tokens_per_second, 2),
-        "speedup": round(each.speedup, 4),
-        "overhead": round(each.overhead, 4),
-        "same_text": each.same_text,
+        "num_steps": cell.shape.steps,
+        "eagle_topk": cell.shape.topk,
+        "num_draft_tokens": cell.shape.nodes + 1,
+        "batch_size": cell.load.batch,
+        "temperature": cell.load.temperature,
+        "accept_length": round(cell.accept_length, 4),
+        "step_ms": round(1000 * cell.step, 4),
+        "parts_ms": {part: round(1000 * seconds, 4) for part, seconds in cell.parts.items()} or None,
+        "tokens_per_second": round(cell.tokens_per_second, 2),
+        "speedup": round(cell.speedup, 4),
+        "overhead": round(cell.overhead, 4),
+        "same_text": cell.same_text,
     }

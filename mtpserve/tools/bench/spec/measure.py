@@ -42,7 +42,7 @@ class SpecBench:
         self, shapes: Sequence[DraftShape], loads: Sequence[SpecLoad], rounds: int, done: Callable[[], None] = lambda: None
     ) -> dict[tuple[DraftShape, SpecLoad], list[Window]]:
         """A window for each round. `done` is called after each."""
-        made: dict[tuple[DraftShape, SpecLoad], list[Window]] = {(shape, load): [] for shape in shapes for load in loads}
+        windows: dict[tuple[DraftShape, SpecLoad], list[Window]] = {(shape, load): [] for shape in shapes for load in loads}
         for shape in shapes:
             self.engine.draft_with(shape)
             for load in loads:
@@ -51,20 +51,20 @@ class SpecBench:
             for shape in shapes if number % 2 == 0 else shapes[::-1]:
                 self.engine.draft_with(shape)
                 for load in loads:
-                    made[shape, load].append(self.window(load, number, self.output))
+                    windows[shape, load].append(self.window(load, number, self.output))
                     done()
-        return made
+        return windows
 
     def window(self, load: SpecLoad, number: int, output: int) -> Window:
         """Until a request has `output` tokens. In each round other requests ask, the same ones of each shape."""
         first = number * load.batch
-        asked = {str(i): list(self.prompts[(first + i) % len(self.prompts)]) for i in range(load.batch)}
-        self._ask(asked, SamplingParams(max_tokens=1, temperature=0, seed=0))
+        prompts = {str(i): list(self.prompts[(first + i) % len(self.prompts)]) for i in range(load.batch)}
+        self._ask(prompts, SamplingParams(max_tokens=1, temperature=0, seed=0))
         for _ in self._events():  # their prompts are in the prefix cache then: all of them start together
             pass
         seed = self.seed + first
-        self._ask(asked, SamplingParams(max_tokens=output + self.room, temperature=load.temperature, ignore_eos=True, seed=seed))
-        texts: dict[str, list[int]] = {id: [] for id in asked}
+        self._ask(prompts, SamplingParams(max_tokens=output + self.room, temperature=load.temperature, ignore_eos=True, seed=seed))
+        texts: dict[str, list[int]] = {id: [] for id in prompts}
         events = self._events()
         while not all(texts.values()):
             self._take(events, texts)
@@ -79,22 +79,22 @@ class SpecBench:
             if counted != len(times) * load.batch:
                 raise ConfigError(f"the KV pool does not hold {load.batch} requests at once: --max-total-tokens must be larger")
         parts = {} if self.parts is None else dict(self.parts.read())
-        for id in asked:
+        for id in prompts:
             self.engine.abort(id)
         for _ in self._events():
             pass
         return Window(times, sum(map(len, texts.values())) - tokens, counted, parts, list(texts.values()))
 
-    def _ask(self, asked: Mapping[str, list[int]], params: SamplingParams) -> None:
-        for number, (id, prompt) in enumerate(asked.items()):
+    def _ask(self, prompts: Mapping[str, list[int]], params: SamplingParams) -> None:
+        for number, (id, prompt) in enumerate(prompts.items()):
             self.engine.add(Request(id, prompt, replace(params, seed=(params.seed or 0) + number)))
 
     def _take(self, events: Iterator[list[TokenEvent]], texts: dict[str, list[int]]) -> int:
         """One step's tokens. → how many requests got any."""
-        given = [event for event in next(events, []) if event.tokens]
-        for event in given:
+        token_events = [event for event in next(events, []) if event.tokens]
+        for event in token_events:
             texts[event.id] += event.tokens
-        return len(given)
+        return len(token_events)
 
     def _events(self) -> Iterator[list[TokenEvent]]:
         """Of each step."""
