@@ -250,10 +250,13 @@ class DecoderModel(nn.Module):
         self.run_layers = self.kernels.pack_layers(list(self.layers), self.norm)
 
     def trunk(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context], features: Features) -> Hidden:
-        normed, x, kept = self.run_layers(self.embed(ids), self.rope(positions, ids), contexts, features.taps)
+        normed, x, aux_hidden_states = self.run_layers(self.embed(ids), self.rope(positions, ids), contexts, features.taps)
         if features.last is not None:
-            kept.append(x if features.last == "pre" else normed)
-        return Hidden(normed, None if not kept else kept[0] if len(kept) == 1 else torch.cat(kept, -1))
+            aux_hidden_states.append(x if features.last == "pre" else normed)
+        return Hidden(
+            normed,
+            None if not aux_hidden_states else aux_hidden_states[0] if len(aux_hidden_states) == 1 else torch.cat(aux_hidden_states, -1),
+        )
 
     def logits(self, head: Tensor) -> Tensor:
         return self.head.forward(head, torch.float32)  # the module's own call takes as long as a small op
@@ -261,8 +264,8 @@ class DecoderModel(nn.Module):
     def logits_of(self, tokens: Tensor) -> HeadProduct:
         """For drafting: `logits` of these tokens [n] alone, [rows, hidden] → [rows, n] float32, by a copy of the head's rows."""
         part = VocabularyHead(self.arch.hidden, len(tokens), self.methods.draft_head or self.methods.head, self.kernels.ranks)
-        own, rows = part.vocabulary, self.head.rows(tokens).to(self.norm.weight.dtype)
-        mine = rows[own.first : own.first + own.rows]
-        part.weight = nn.Parameter(F.pad(mine, (0, 0, 0, own.rows - len(mine))), requires_grad=False)
+        shard, rows = part.vocabulary, self.head.rows(tokens).to(self.norm.weight.dtype)
+        mine = rows[shard.first : shard.first + shard.rows]
+        part.weight = nn.Parameter(F.pad(mine, (0, 0, 0, shard.rows - len(mine))), requires_grad=False)
         part.finish_loading()
         return lambda head: part(head, torch.float32)

@@ -147,8 +147,8 @@ class RoutedExperts(Protocol):
 
 
 class MixExperts(Protocol):
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, /) -> Tensor:
-        """x [T, H], weights and chosen [T, K] → [T, H]: the chosen experts' outputs by their weights, and the shared expert's."""
+    def __call__(self, x: Tensor, weights: Tensor, topk_ids: Tensor, /) -> Tensor:
+        """x [T, H], weights and topk_ids [T, K] → [T, H]: the chosen experts' outputs by their weights, and the shared expert's."""
         ...
 
 

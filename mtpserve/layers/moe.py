@@ -65,8 +65,8 @@ class SpreadMix:
     def __init__(self, spread: SpreadExperts, layer: int, shared: SharedExpert | None, gate: Gate | None) -> None:
         self.spread, self.layer, self.shared, self.gate = spread, layer, shared, gate
 
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        numbers, order = chosen.sort(-1)
+    def __call__(self, x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:
+        numbers, order = topk_ids.sort(-1)
         outputs = self.spread.outputs(self.layer, x, numbers)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for output, weight in zip(outputs.unbind(1), weights.gather(1, order).unbind(1), strict=True):
@@ -83,8 +83,10 @@ def experts_here(hidden: int, kernels: Kernels, layer: int, arch: MoEArch) -> Ex
     ranks = kernels.ranks
     if ranks.size == 1 or not arch.by_rank:
         return Experts(hidden, arch)
-    each = arch.experts // ranks.size
-    return Experts(hidden, arch, range(ranks.rank * each, (ranks.rank + 1) * each), ranks.rank * each)
+    num_local_experts = arch.experts // ranks.size
+    return Experts(
+        hidden, arch, range(ranks.rank * num_local_experts, (ranks.rank + 1) * num_local_experts), ranks.rank * num_local_experts
+    )
 
 
 def packed(kernels: Kernels, layer: int, arch: MoEArch, experts: Experts, shared: SharedExpert | None, gate: Gate | None) -> MixExperts:
@@ -92,7 +94,7 @@ def packed(kernels: Kernels, layer: int, arch: MoEArch, experts: Experts, shared
     if kernels.spread is None:
         return kernels.pack_experts(experts, shared, gate)
     mix = kernels.pack_experts(experts, None, None)
-    kernels.spread.serve(layer, arch.experts, lambda x, chosen: mix(x, x.new_ones(len(x), 1, dtype=torch.float32), chosen))
+    kernels.spread.serve(layer, arch.experts, lambda x, topk_ids: mix(x, x.new_ones(len(x), 1, dtype=torch.float32), topk_ids))
     return SpreadMix(kernels.spread, layer, shared, gate)
 
 

@@ -26,8 +26,8 @@ def inverse_frequencies(arch: RopeArch) -> Tensor:
             return plain / factor
         case Llama3RopeArch() as llama:
             turns = llama.original_length * plain / (2 * math.pi)  # in the original context
-            kept = ((turns - llama.low) / (llama.high - llama.low)).clamp(0, 1)
-            return plain / llama.factor * (1 - kept) + plain * kept
+            smooth = ((turns - llama.low) / (llama.high - llama.low)).clamp(0, 1)
+            return plain / llama.factor * (1 - smooth) + plain * smooth
         case YarnArch() as yarn:
             return yarn_frequencies(arch, yarn, plain)
 
@@ -73,10 +73,10 @@ class Rope(nn.Module):
         self.windowed = None if windowed is None else Rope(windowed, length, dtype)
         self.interleaved, self.dim = arch.interleaved, arch.dim
         # [length, dim / 2, 2]: complex numbers, kept in float32; or [length, 2, dim]
-        shape, kept = ((length, arch.dim // 2, 2), torch.float32) if arch.interleaved else ((length, 2, arch.dim), dtype)
-        table = torch.empty(shape, dtype=kept)
+        shape, table_dtype = ((length, arch.dim // 2, 2), torch.float32) if arch.interleaved else ((length, 2, arch.dim), dtype)
+        table = torch.empty(shape, dtype=table_dtype)
         if table.device.type != "meta":
-            table = table_of(arch, length).to(kept)
+            table = table_of(arch, length).to(table_dtype)
         self.register_buffer("table", table, persistent=False)
         self.table: Tensor
 

@@ -81,7 +81,7 @@ class StreamNorm(RMSNorm):
         products, scale, base = self.mixer(streams)
         sizes = [number, number, number * number]
         pre, post, comb = (
-            part * each + least for part, each, least in zip(products.split(sizes, -1), scale.unbind(), base.split(sizes), strict=True)
+            part * factor + least for part, factor, least in zip(products.split(sizes, -1), scale.unbind(), base.split(sizes), strict=True)
         )
         comb = comb.unflatten(1, (number, number)).softmax(-1) + eps
         comb = comb / (comb.sum(-2, keepdim=True) + eps)

@@ -157,13 +157,13 @@ def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
     """One layer after the other, each with its own calls of the other kernels."""
 
     def run(x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        residual, kept = None, []
+        residual, aux_hidden_states = None, []
         for i, (layer, context) in enumerate(zip(layers, contexts, strict=True)):
             PULSE.beat()
             x, residual = layer(x, residual, rotation, context)
             if i in taps:
-                kept.append(residual + x)
-        return *norm.add(x, residual), kept
+                aux_hidden_states.append(residual + x)
+        return *norm.add(x, residual), aux_hidden_states
 
     return run
 
@@ -185,18 +185,18 @@ class FusedApart:
 
 
 def experts(
-    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, chosen: Tensor
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, topk_ids: Tensor
 ) -> Tensor:  # fmt: skip
     routed = all_experts if few(x, experts) else hit_experts
-    out = routed(x, weights, chosen, experts)
+    out = routed(x, weights, topk_ids, experts)
     return out if shared is None else out + beside(shared, gate, x)
 
 
 def experts_row_by_row(
-    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, chosen: Tensor
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, topk_ids: Tensor
 ) -> Tensor:  # fmt: skip
     routed = all_experts if few(x, experts) else hit_row_by_row
-    out = routed(x, weights, chosen, experts)
+    out = routed(x, weights, topk_ids, experts)
     return out if shared is None else out + beside(shared, gate, x)
 
 
@@ -219,9 +219,9 @@ def few(x: Tensor, experts: RoutedExperts) -> bool:
     return len(experts.gate_up) <= ALL_EXPERTS and len(x) <= ALL_ROWS
 
 
-def all_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts) -> Tensor:
+def all_experts(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: RoutedExperts) -> Tensor:
     """Every expert over every row; what was not chosen is multiplied with zero."""
-    number, places = len(experts.gate_up), places_of(chosen, experts)
+    number, places = len(experts.gate_up), places_of(topk_ids, experts)
     dense = weights.new_zeros(len(x), number + 1).scatter_(1, places, weights)[:, :number].to(x.dtype)  # [T, experts]
     numbers = range(number)
     # Stored weights are widened for this product alone; what needs no widening is not copied either.
@@ -236,8 +236,8 @@ def all_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExper
     return out if experts.down_bias is None else out + biases
 
 
-def hit_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts) -> Tensor:
-    out, places = torch.zeros_like(x), places_of(chosen, experts)
+def hit_experts(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: RoutedExperts) -> Tensor:
+    out, places = torch.zeros_like(x), places_of(topk_ids, experts)
     for expert in places.unique().tolist():
         if expert == len(experts.gate_up):
             continue
@@ -249,19 +249,19 @@ def hit_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExper
     return out
 
 
-def places_of(chosen: Tensor, experts: RoutedExperts) -> Tensor:
+def places_of(topk_ids: Tensor, experts: RoutedExperts) -> Tensor:
     """Of each expert by its number the place in `experts`; of those that are elsewhere the place after the last one."""
     if experts.first is None:
-        return chosen
+        return topk_ids
     number = len(experts.gate_up)
-    places = chosen - experts.first
+    places = topk_ids - experts.first
     return torch.where((places >= 0) & (places < number), places, number)
 
 
-def hit_row_by_row(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts) -> Tensor:
+def hit_row_by_row(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: RoutedExperts) -> Tensor:
     """Every product has one row, in the order of the experts' numbers: the other rows cannot change how it is added up."""
-    order = chosen.argsort(-1)
-    alone = zip(x.split(1), weights.gather(1, order).split(1), chosen.gather(1, order).split(1), strict=True)
+    order = topk_ids.argsort(-1)
+    alone = zip(x.split(1), weights.gather(1, order).split(1), topk_ids.gather(1, order).split(1), strict=True)
     return torch.cat([hit_experts(*row, experts) for row in alone])
 
 

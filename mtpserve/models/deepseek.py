@@ -97,8 +97,8 @@ def dense_layers(config: HFConfig, first: int) -> tuple[int, ...]:
     if types is None:
         # The MTP layer's number is the first after the trunk's.
         return tuple(range(min(config.get_int("first_k_dense_replace", first, at_least=0), layers + 1)))
-    known = isinstance(types, list) and len(types) == layers and set(types) <= {"dense", "sparse"}
-    config.require(known, "mlp_layer_types", f"a list of num_hidden_layers = {layers} names, each one dense or sparse")
+    is_valid = isinstance(types, list) and len(types) == layers and set(types) <= {"dense", "sparse"}
+    config.require(is_valid, "mlp_layer_types", f"a list of num_hidden_layers = {layers} names, each one dense or sparse")
     return tuple(layer for layer, name in enumerate(types) if name == "dense")
 
 

@@ -36,10 +36,10 @@ def selecting(config: HFConfig, mtp_layers: int, family: str, indexed: Sequence[
     assert base.mla is not None
     dim = config.get_int("index_head_dim", 128, at_least=base.mla.rope)
     best = config.get_int("index_topk", 2048, at_least=1)
-    own, other = (Attention(base.attention(0).kv, selected=Selected(best, size)) for size in (dim, 0))
+    indexer_kind, other = (Attention(base.attention(0).kv, selected=Selected(best, size)) for size in (dim, 0))
     return replace(
         base,
-        layers=(*(own if each else other for each in indexed), *(own,) * mtp_layers),
+        layers=(*(indexer_kind if has_indexer else other for has_indexer in indexed), *(indexer_kind,) * mtp_layers),
         indexer=IndexerArch(
             heads=config.get_int("index_n_heads", at_least=1),
             interleaved=config.get_bool("indexer_rope_interleave", interleaved),
@@ -49,8 +49,8 @@ def selecting(config: HFConfig, mtp_layers: int, family: str, indexed: Sequence[
 
 def trunk_rules(arch: ModelArch) -> list[Rule]:
     layers = range(arch.num_layers)
-    own, other = ([layer for layer in layers if bool(arch.attention(layer).index_dim) == indexed] for indexed in (True, False))
-    return deepseek.trunk_rules(arch) + trunk_layers(arch, INDEXER, own) + (trunk_layers(arch, SHARED, other) if other else [])
+    indexer_layers, other = ([layer for layer in layers if bool(arch.attention(layer).index_dim) == indexed] for indexed in (True, False))
+    return deepseek.trunk_rules(arch) + trunk_layers(arch, INDEXER, indexer_layers) + (trunk_layers(arch, SHARED, other) if other else [])
 
 
 def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:

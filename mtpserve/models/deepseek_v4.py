@@ -94,13 +94,13 @@ def ropes(config: HFConfig, dim: int) -> tuple[RopeArch, RopeArch]:
             scaled | {"rope_theta": config.get_float("compress_rope_theta", 160000.0, above=0)},
             {"rope_theta": section.get("rope_theta", config.get_float("rope_theta", 10000.0, above=0))},
         )
-    made = []
+    rope_archs = []
     for numbers in both:
         if "yarn" in (numbers.get("rope_type"), numbers.get("type")):
             numbers = {"attention_factor": 1.0} | numbers  # the published code multiplies cos and sin by nothing
-        own = HFConfig(config.path, config.values | {"rope_parameters": numbers}, config.prefix)
-        made.append(hf.rope(own, dim, interleaved=True, part=part))
-    return made[0], made[1]
+        rope_config = HFConfig(config.path, config.values | {"rope_parameters": numbers}, config.prefix)
+        rope_archs.append(hf.rope(rope_config, dim, interleaved=True, part=part))
+    return rope_archs[0], rope_archs[1]
 
 
 def sliding(config: HFConfig, dim: int) -> Attention:
@@ -114,18 +114,18 @@ def kinds(config: HFConfig, dim: int, rotated: int) -> list[LayerKind]:
     if config.has("layer_types") or ratios is None:
         types = names_of(config, "layer_types", (SLIDING, SPARSE, HEAVY), usual)
     else:
-        known = isinstance(ratios, list) and len(ratios) >= layers and set(ratios) <= RATIOS.keys()
-        config.require(known, "compress_ratios", f"a list of at least num_hidden_layers = {layers} numbers, each one 0, 4 or 128")
+        is_valid = isinstance(ratios, list) and len(ratios) >= layers and set(ratios) <= RATIOS.keys()
+        config.require(is_valid, "compress_ratios", f"a list of at least num_hidden_layers = {layers} numbers, each one 0, 4 or 128")
         types = [RATIOS[ratio] for ratio in ratios[:layers]]
     rates = {name: rate(config, name) for name in (SPARSE, HEAVY)}
     plain = sliding(config, dim)
     best = Selected(config.get_int("index_topk", 512, at_least=1), config.get_int("index_head_dim", 128, at_least=rotated))
-    made = {
+    by_name = {
         SLIDING: plain,
         SPARSE: Attention(plain.kv, plain.window, compressed=Compressed(rates[SPARSE], overlap=True, selected=best)),
         HEAVY: Attention(plain.kv, plain.window, compressed=Compressed(rates[HEAVY])),
     }
-    return [made[name] for name in types]
+    return [by_name[name] for name in types]
 
 
 def rate(config: HFConfig, name: str) -> int:
@@ -134,12 +134,12 @@ def rate(config: HFConfig, name: str) -> int:
     return config.section("compress_rates").get_int(name, default, at_least=1)
 
 
-def names_of(config: HFConfig, key: str, known: tuple[str, ...], default: list[str]) -> list[str]:
+def names_of(config: HFConfig, key: str, choices: tuple[str, ...], default: list[str]) -> list[str]:
     """A name for each layer of the trunk."""
-    given, layers = config.raw(key), config.get_int("num_hidden_layers", at_least=1)
-    good = given is None or (isinstance(given, list) and len(given) == layers and set(given) <= set(known))
-    config.require(good, key, f"a list of num_hidden_layers = {layers} names, each one of {', '.join(known)}")
-    return default if given is None else list(given)
+    names, layers = config.raw(key), config.get_int("num_hidden_layers", at_least=1)
+    good = names is None or (isinstance(names, list) and len(names) == layers and set(names) <= set(choices))
+    config.require(good, key, f"a list of num_hidden_layers = {layers} names, each one of {', '.join(choices)}")
+    return default if names is None else list(names)
 
 
 def experts(config: HFConfig, size: int) -> MoEArch:

@@ -26,9 +26,9 @@ def indexed(config: HFConfig) -> list[bool]:
         return [max(layer - skipped + 1, 0) % every == 0 for layer in range(layers)]
     if isinstance(types, str):
         types = [LETTERS.get(letter, letter) for letter in types]
-    known = isinstance(types, list) and len(types) == layers and set(types) <= {FULL, SHARED} and types[0] == FULL
-    config.require(known, name, f"a list of num_hidden_layers = {layers} names, each one {FULL} or {SHARED}, and the first one {FULL}")
-    return [each == FULL for each in types]
+    is_valid = isinstance(types, list) and len(types) == layers and set(types) <= {FULL, SHARED} and types[0] == FULL
+    config.require(is_valid, name, f"a list of num_hidden_layers = {layers} names, each one {FULL} or {SHARED}, and the first one {FULL}")
+    return [layer_type == FULL for layer_type in types]
 
 
 GLM_MOE_DSA = Family(

@@ -82,8 +82,8 @@ def layer_types(config: HFConfig) -> list[str] | None:
     layers, types = config.get_int("num_hidden_layers", at_least=1), config.raw("layer_types")
     if types is None:
         return None
-    known = isinstance(types, list) and len(types) == layers and set(types) <= {FULL, SLIDING}
-    config.require(known, "layer_types", f"a list of num_hidden_layers = {layers} names, each one of {FULL}, {SLIDING}")
+    is_valid = isinstance(types, list) and len(types) == layers and set(types) <= {FULL, SLIDING}
+    config.require(is_valid, "layer_types", f"a list of num_hidden_layers = {layers} names, each one of {FULL}, {SLIDING}")
     return list(types)
 
 

@@ -47,8 +47,10 @@ def same_as_full(config: HFConfig, name: str, other: str) -> None:
 def kinds(config: HFConfig, head_dim: int) -> tuple[list[LayerKind], LayerKind]:
     """Of the trunk's layers, and of one with a window."""
     layers, pattern = config.get_int("num_hidden_layers", at_least=1), config.raw("hybrid_layer_pattern")
-    known = isinstance(pattern, list) and len(pattern) == layers and set(pattern) <= {0, 1}
-    config.require(known, "hybrid_layer_pattern", f"a list of num_hidden_layers = {layers} numbers, 1 for a layer with a window and else 0")
+    is_valid = isinstance(pattern, list) and len(pattern) == layers and set(pattern) <= {0, 1}
+    config.require(
+        is_valid, "hybrid_layer_pattern", f"a list of num_hidden_layers = {layers} numbers, 1 for a layer with a window and else 0"
+    )
     value_dim, heads = config.get_int("v_head_dim", head_dim, at_least=1), config.get_int("num_attention_heads", at_least=1)
     full, windowed = (config.get_int(f"{of}num_key_value_heads", at_least=1) for of in ("", "swa_"))
     config.require(heads % windowed == 0, "swa_num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
@@ -68,8 +70,8 @@ def routed(config: HFConfig, mtp_layers: int) -> MoEArch | None:
     moe, layers, sparse = deepseek.experts(config), config.get_int("num_hidden_layers", at_least=1), config.raw("moe_layer_freq")
     if moe is None:
         return None
-    known = isinstance(sparse, list) and len(sparse) == layers and set(sparse) <= {0, 1}
-    config.require(known, "moe_layer_freq", f"a list of num_hidden_layers = {layers} numbers, 1 for a layer with experts and else 0")
+    is_valid = isinstance(sparse, list) and len(sparse) == layers and set(sparse) <= {0, 1}
+    config.require(is_valid, "moe_layer_freq", f"a list of num_hidden_layers = {layers} numbers, 1 for a layer with experts and else 0")
     dense = [layer for layer, has_experts in enumerate(sparse) if not has_experts]
     return replace(moe, dense=(*dense, *range(layers, layers + mtp_layers)))
 

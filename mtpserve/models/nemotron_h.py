@@ -38,9 +38,12 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     blocks = pattern(config, "hybrid_override_pattern", "layers_block_type")
     layers = config.get_int("num_hidden_layers", at_least=1)
     config.require(len(blocks) == layers, "num_hidden_layers", f"as many as there are blocks, {len(blocks)}")
-    if mtp_layers and (own := pattern(config, "mtp_hybrid_override_pattern", "mtp_layers_block_type", ATTENTION + MOE)) != ATTENTION + MOE:
+    if (
+        mtp_layers
+        and (mtp_blocks := pattern(config, "mtp_hybrid_override_pattern", "mtp_layers_block_type", ATTENTION + MOE)) != ATTENTION + MOE
+    ):
         name = "mtp_hybrid_override_pattern" if config.has("mtp_hybrid_override_pattern") else "mtp_layers_block_type"
-        raise config.unsupported(name, f'attention and experts ("{ATTENTION}{MOE}"), not "{own}"')
+        raise config.unsupported(name, f'attention and experts ("{ATTENTION}{MOE}"), not "{mtp_blocks}"')
     moe = experts(config, blocks) if MOE in blocks or mtp_layers else None
     config = config.with_default("intermediate_size", moe.size) if moe is not None else config
     mtp = MTPArch(mtp_layers, "embedding-hidden", hidden_in="post", recycle="post") if mtp_layers else None
@@ -60,9 +63,9 @@ def pattern(config: HFConfig, name: str, listed: str, default: str | None = None
     blocks: str
     if not config.has(name) and config.has(listed):
         name, names = listed, config.raw(listed)
-        known = isinstance(names, list) and all(isinstance(each, str) and each in BLOCKS for each in names)
-        config.require(known, name, f"a list of names, each one of {', '.join(BLOCKS)}")
-        blocks = "".join(BLOCKS[each] for each in names)
+        is_valid = isinstance(names, list) and all(isinstance(block, str) and block in BLOCKS for block in names)
+        config.require(is_valid, name, f"a list of names, each one of {', '.join(BLOCKS)}")
+        blocks = "".join(BLOCKS[block] for block in names)
     else:
         blocks = config.get_str(name) if default is None else config.get_str(name, default)
         config.require(set(blocks) <= {*BLOCKS.values()}, name, f"of the letters {' '.join(dict.fromkeys(BLOCKS.values()))}")
@@ -101,10 +104,10 @@ def experts(config: HFConfig, blocks: str) -> MoEArch:
     config.get_int("n_routed_experts", at_least=1)
     if config.get_int("n_shared_experts", 1, at_least=0) != 1:
         raise config.unsupported("n_shared_experts", "1")
-    found = deepseek.experts(config)
-    assert found is not None
+    moe = deepseek.experts(config)
+    assert moe is not None
     return replace(
-        found,
+        moe,
         shared=config.get_int("moe_shared_expert_intermediate_size", at_least=1),
         dense=tuple(number for number, block in enumerate(blocks) if block == DENSE),
         gate="relu2",

@@ -28,8 +28,8 @@ def experts(config: HFConfig, shared: int = 0) -> MoEArch:
     config.require(top_k <= number, "num_experts_per_tok", f"at most num_experts = {number}")
     layers, every = config.get_int("num_hidden_layers", at_least=1), config.get_int("decoder_sparse_step", 1, at_least=1)
     dense = config.raw("mlp_only_layers") or []
-    known = isinstance(dense, list) and all(type(layer) is int for layer in dense)
-    config.require(known, "mlp_only_layers", "a list of numbers of layers")
+    is_valid = isinstance(dense, list) and all(type(layer) is int for layer in dense)
+    config.require(is_valid, "mlp_only_layers", "a list of numbers of layers")
     return MoEArch(
         experts=number,
         top_k=top_k,

@@ -46,7 +46,7 @@ def common(config: HFConfig, mtp_layers: int, family: str, moe: MoEArch | None, 
     bias = config.get_bool("attention_bias", False)
     mtp = MTPArch(mtp_layers, "embedding-hidden", hidden_in="post", recycle="post") if mtp_layers else None
     config = config.with_default("head_dim", 256)
-    made = gqa.arch(
+    base = gqa.arch(
         config, family, positions=32768, rotated=0.25, qkv_bias=bias, out_bias=bias, head_norms=True, moe=moe, mtp=mtp
     )  # fmt: skip
     recurrent = Recurrent(
@@ -59,7 +59,7 @@ def common(config: HFConfig, mtp_layers: int, family: str, moe: MoEArch | None, 
     )
     heads = recurrent.key_heads
     config.require(recurrent.value_heads % heads == 0, "linear_num_value_heads", f"a multiple of linear_num_key_heads = {heads}")
-    return replace(made, layers=kinds(config, made.layers, recurrent), out_gate=True)
+    return replace(base, layers=kinds(config, base.layers, recurrent), out_gate=True)
 
 
 def kinds(config: HFConfig, attending: tuple[LayerKind, ...], recurrent: Recurrent) -> tuple[LayerKind, ...]:
@@ -68,8 +68,8 @@ def kinds(config: HFConfig, attending: tuple[LayerKind, ...], recurrent: Recurre
     layers = config.get_int("num_hidden_layers", at_least=1)
     every = config.get_int("full_attention_interval", 4, at_least=1)
     types = config.raw("layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(layers)]
-    known = isinstance(types, list) and len(types) == layers and set(types) <= {LINEAR, FULL}
-    config.require(known, "layer_types", f"a list of num_hidden_layers = {layers} names, each one of {LINEAR}, {FULL}")
+    is_valid = isinstance(types, list) and len(types) == layers and set(types) <= {LINEAR, FULL}
+    config.require(is_valid, "layer_types", f"a list of num_hidden_layers = {layers} names, each one of {LINEAR}, {FULL}")
     config.require(FULL in types, "layer_types", f"such that one of them is {FULL}: pages are those of layers that attend")
     trunk = (kind if name == FULL else recurrent for name, kind in zip(types, attending, strict=False))
     return *trunk, *attending[layers:]

@@ -41,12 +41,12 @@ FAMILIES: Registry[Family] = Registry(
 
 
 def family_of(config: HFConfig) -> Family:
-    given = config.raw("architectures")
-    name = given[0] if isinstance(given, list) and given else given
+    architectures = config.raw("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else architectures
     if name not in FAMILIES.entries:
         raise (
             config.unsupported("architectures", ", ".join(FAMILIES.names()))
-            if given
+            if architectures
             else UnsupportedModel(f"{config.path}: architectures is missing; supported: {', '.join(FAMILIES.names())}")
         )
     return FAMILIES.get(name)

@@ -60,10 +60,10 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
 
 def layer_types(config: HFConfig, mtp_layers: int) -> list[str]:
     """Of the trunk's layers, then of the MTP layers that are loaded."""
-    layers, given = config.get_int("num_hidden_layers", at_least=1), config.raw("layer_types")
-    types = [gqa.FULL] * (layers + mtp_layers) if given is None else given
-    known = isinstance(types, list) and len(types) >= layers + mtp_layers and set(types) <= {gqa.FULL, gqa.SLIDING}
-    config.require(known, "layer_types", f"a list of a name for each of {layers} + {mtp_layers} layers, {gqa.FULL} or {gqa.SLIDING}")
+    layers, raw_types = config.get_int("num_hidden_layers", at_least=1), config.raw("layer_types")
+    types = [gqa.FULL] * (layers + mtp_layers) if raw_types is None else raw_types
+    is_valid = isinstance(types, list) and len(types) >= layers + mtp_layers and set(types) <= {gqa.FULL, gqa.SLIDING}
+    config.require(is_valid, "layer_types", f"a list of a name for each of {layers} + {mtp_layers} layers, {gqa.FULL} or {gqa.SLIDING}")
     return list(types[: layers + mtp_layers])
 
 
@@ -75,10 +75,10 @@ def of_type(config: HFConfig, name: str, types: Sequence[str]) -> HFConfig:
         return HFConfig(config.path, config.values | {"rope_parameters": by_name.section(name).values}, config.prefix)
     values = dict(config.values)
     for key, other in (("rope_theta", "rope_theta"), ("partial_rotary_factors", "partial_rotary_factor")):
-        if isinstance(given := config.raw(key), list):
-            found = {number for number, kind in zip(given, types, strict=False) if kind == name}
-            config.require(len(given) >= len(types) and len(found) <= 1, key, f"a number for each layer, the same for all of {name}")
-            values |= {key: None, other: found.pop() if found else None}
+        if isinstance(per_layer := config.raw(key), list):
+            numbers = {number for number, kind in zip(per_layer, types, strict=False) if kind == name}
+            config.require(len(per_layer) >= len(types) and len(numbers) <= 1, key, f"a number for each layer, the same for all of {name}")
+            values |= {key: None, other: numbers.pop() if numbers else None}
     if config.raw("yarn_only_types") not in (None, [gqa.FULL]):
         raise config.unsupported("yarn_only_types", f'["{gqa.FULL}"]')
     return HFConfig(config.path, values if name == gqa.FULL else values | {"rope_scaling": None}, config.prefix)
@@ -122,13 +122,13 @@ def routed(config: HFConfig, mtp_layers: int) -> MoEArch:
 def dense(config: HFConfig, mtp_layers: int) -> tuple[int, ...]:
     layers, types, listed = config.get_int("num_hidden_layers", at_least=1), config.raw("mlp_layer_types"), config.raw("moe_layers_enum")
     if types is not None:
-        known = isinstance(types, list) and len(types) >= layers and set(types) <= {"dense", "sparse"}
-        config.require(known, "mlp_layer_types", f"a list of at least num_hidden_layers = {layers} names, each one of dense, sparse")
+        is_valid = isinstance(types, list) and len(types) >= layers and set(types) <= {"dense", "sparse"}
+        config.require(is_valid, "mlp_layer_types", f"a list of at least num_hidden_layers = {layers} names, each one of dense, sparse")
         sparse = {layer for layer, name in enumerate(types) if name == "sparse"}
     elif listed is not None:
         numbers = [part.strip() for part in listed.split(",")] if isinstance(listed, str) else listed
-        known = isinstance(numbers, list) and all(str(number).isdecimal() for number in numbers)
-        config.require(known, "moe_layers_enum", "numbers of layers, in a list or between commas")
+        is_valid = isinstance(numbers, list) and all(str(number).isdecimal() for number in numbers)
+        config.require(is_valid, "moe_layers_enum", "numbers of layers, in a list or between commas")
         sparse = {int(number) for number in numbers}
     else:
         sparse = set(range(3, layers))
@@ -138,20 +138,20 @@ def dense(config: HFConfig, mtp_layers: int) -> tuple[int, ...]:
 def gates(config: HFConfig, layers: int) -> tuple[LayerGates | None, ...]:
     """Of each layer; none at all where no activation is limited."""
     of_dense, of_experts = limits(config, "swiglu_limits_shared", layers), limits(config, "swiglu_limits", layers)
-    found = tuple(
+    layer_gates = tuple(
         LayerGates(*map(limited, pair)) if any(pair) else None for pair in zip(of_dense, of_experts, strict=True)
     )  # fmt: skip
-    return found if any(found) else ()
+    return layer_gates if any(layer_gates) else ()
 
 
 def limits(config: HFConfig, name: str, layers: int) -> list[float | None]:
     """0 and null: there is none. Lists may end with the trunk's layers."""
-    given, trunk = config.raw(name), config.get_int("num_hidden_layers", at_least=1)
-    if given is None:
+    values, trunk = config.raw(name), config.get_int("num_hidden_layers", at_least=1)
+    if values is None:
         return [None] * layers
-    known = isinstance(given, list) and len(given) >= trunk and all(x is None or (type(x) in (int, float) and x >= 0) for x in given)
-    config.require(known, name, f"a list of at least num_hidden_layers = {trunk} numbers that are not negative")
-    return [given[layer] or None if layer < len(given) else None for layer in range(layers)]
+    is_valid = isinstance(values, list) and len(values) >= trunk and all(x is None or (type(x) in (int, float) and x >= 0) for x in values)
+    config.require(is_valid, name, f"a list of at least num_hidden_layers = {trunk} numbers that are not negative")
+    return [values[layer] or None if layer < len(values) else None for layer in range(layers)]
 
 
 def limited(limit: float | None) -> ClampedGate | None:
@@ -165,9 +165,9 @@ def limited(limit: float | None) -> ClampedGate | None:
 
 
 def layer_names(arch: ModelArch) -> Names:
-    given = gqa.attention_names(arch)
-    names = [(pattern, target, PLUS_ONE if target.endswith("norm.weight") else how) for pattern, target, how in given]
-    each = r"moe\.experts\.(?P<expert>\d+)"
+    attention = gqa.attention_names(arch)
+    names = [(pattern, target, PLUS_ONE if target.endswith("norm.weight") else how) for pattern, target, how in attention]
+    expert = r"moe\.experts\.(?P<expert>\d+)"
     return [
         *names,
         (r"self_attn\.g_proj\.weight", "attention.gate.weight", Copy()),
@@ -178,9 +178,9 @@ def layer_names(arch: ModelArch) -> Names:
         (r"moe\.gate_proj\.weight", "mlp.experts.gate_up", EveryExpert(0)),
         (r"moe\.up_proj\.weight", "mlp.experts.gate_up", EveryExpert(1)),
         (r"moe\.down_proj\.weight", "mlp.experts.down", Copy()),
-        (rf"{each}\.gate_proj\.weight", "mlp.experts.gate_up", Expert(0)),
-        (rf"{each}\.up_proj\.weight", "mlp.experts.gate_up", Expert(1)),
-        (rf"{each}\.down_proj\.weight", "mlp.experts.down", Expert(0)),
+        (rf"{expert}\.gate_proj\.weight", "mlp.experts.gate_up", Expert(0)),
+        (rf"{expert}\.up_proj\.weight", "mlp.experts.gate_up", Expert(1)),
+        (rf"{expert}\.down_proj\.weight", "mlp.experts.down", Expert(0)),
     ]
 
 

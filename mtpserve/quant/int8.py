@@ -28,12 +28,12 @@ class Int8:
         strip = max(1, NUMBERS // exact.shape[1])
         for part, to, by in zip(exact.split(strip), weight.split(strip), scale.split(strip), strict=True):
             wide = part.float()
-            rounded, each = quantize_int8(wide)
+            rounded, row_scale = quantize_int8(wide)
             to.copy_(rounded)
-            by.copy_(each)
+            by.copy_(row_scale)
             whole += float(wide.square().sum())
             # Not in place: numbers that are float32 already are the weight's own, and somebody else's as well where a head is copied.
-            changed += float((wide - rounded * each.unsqueeze(1)).square_().sum())
+            changed += float((wide - rounded * row_scale.unsqueeze(1)).square_().sum())
         self.errors.append((changed / max(whole, 1e-60)) ** 0.5)
         packed = self.kernels.pack_int8(weight, scale, cast("Tensor | None", module.bias))
         del module.weight

@@ -45,8 +45,8 @@ class QuantisedMatrix:
 
     def rows(self, start: int, stop: int) -> QuantisedMatrix:
         """A part. In blocks it begins where a block begins."""
-        each = BLOCK[0] if self.in_blocks else 1
-        scale, zeros = self.scale[start // each : -(-stop // each)], None if self.zeros is None else self.zeros[start:stop]
+        block_rows = BLOCK[0] if self.in_blocks else 1
+        scale, zeros = self.scale[start // block_rows : -(-stop // block_rows)], None if self.zeros is None else self.zeros[start:stop]
         return replace(self, numbers=self.numbers[start:stop], scale=scale, zeros=zeros)
 
     def in_order(self, arrange: Callable[[Tensor], Tensor]) -> QuantisedMatrix:
@@ -102,11 +102,11 @@ def make_room_by_row(module: nn.Module, name: str, bits: int, groups: int, zeros
     row: `name`_scale_inv and, where there are zeros, `name`_zeros are added."""
     old = module.get_parameter(name)
     shape, one = (*old.shape[:-1], groups), (*old.shape[:-1], old.shape[-1] * bits // 8)
-    made = {name: (one, FP8 if bits == 8 else torch.uint8), name + SCALE: (shape, scales)}
+    params = {name: (one, FP8 if bits == 8 else torch.uint8), name + SCALE: (shape, scales)}
     if zeros:
-        made[name + ZEROS] = shape, torch.uint8
-    for each, (size, dtype) in made.items():
-        setattr(module, each, nn.Parameter(torch.empty(size, dtype=dtype, device=old.device), requires_grad=False))
+        params[name + ZEROS] = shape, torch.uint8
+    for param_name, (size, dtype) in params.items():
+        setattr(module, param_name, nn.Parameter(torch.empty(size, dtype=dtype, device=old.device), requires_grad=False))
 
 
 def unpacked(halves: Tensor) -> Tensor:

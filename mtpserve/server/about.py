@@ -150,16 +150,16 @@ async def health(service: Served, verbose: bool = False) -> Response:
     with what is known of the engines, and of the draft model, which changes no status."""
     service.check_ready()
     engines = service.client.engines
-    up = sum(each.state == "up" for each in engines)
+    up = sum(engine.state == "up" for engine in engines)
     if up == 0:
         raise EngineBusy(f"no engine is up: {engines[0].reason}; it is being started again")
     status: Literal["ok", "degraded"] = "ok" if up == len(engines) else "degraded"
     if not verbose:
         return JSON(Healthy(status))
-    known = service.client.stats().draft_health
-    drafting = Drafting(known.state, known.start, known.floor, known.faults_total, known.reason or None)
+    draft_health = service.client.stats().draft_health
+    drafting = Drafting(draft_health.state, draft_health.start, draft_health.floor, draft_health.faults_total, draft_health.reason or None)
     ranks = service.engine_config.parallel.ranks
-    states = [EngineHealth(each.number, each.state, each.restarts_total, each.reason or None, ranks) for each in engines]
+    states = [EngineHealth(engine.number, engine.state, engine.restarts_total, engine.reason or None, ranks) for engine in engines]
     return JSON(VerboseHealth(status, drafting, states))
 
 

@@ -29,15 +29,15 @@ NO_ROLE: Schema = {
 
 def schemas_of(bodies: list[type[BaseModel]]) -> dict[str, Schema]:
     """By name. FastAPI's own would be without what its records have no fields for, and have large numbers rounded."""
-    _, made = models_json_schema([(body, "validation") for body in bodies], ref_template=REFERENCE.replace("name", "model"))
-    return dict(made.get("$defs", {}))
+    _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=REFERENCE.replace("name", "model"))
+    return dict(definitions.get("$defs", {}))
 
 
 def limits(service: Service) -> dict[str, Schema]:
     """What takes the place of each SERVER."""
-    card, config, most = service.client.card, service.engine_config, service.server_config.max_logprobs
+    card, config, max_logprobs = service.client.card, service.engine_config, service.server_config.max_logprobs
     return {
-        "alternatives": {} if most < 0 else {"maximum": most},
+        "alternatives": {} if max_logprobs < 0 else {"maximum": max_logprobs},
         "token": {"maximum": card.vocab - 1},
         "length": {"maximum": card.context_length - 1},
         "text": {"maxLength": MAX_BYTES_PER_TOKEN * card.context_length},
@@ -49,11 +49,11 @@ def limits(service: Service) -> dict[str, Schema]:
     }
 
 
-def filled(schema: Any, known: dict[str, Schema]) -> Any:
+def filled(schema: Any, bounds: dict[str, Schema]) -> Any:
     """A copy with these in their places."""
     if isinstance(schema, dict):
-        return {key: filled(value, known) for key, value in schema.items() if key != SERVER} | known.get(schema.get(SERVER, ""), {})
-    return [filled(each, known) for each in schema] if isinstance(schema, list) else schema
+        return {key: filled(value, bounds) for key, value in schema.items() if key != SERVER} | bounds.get(schema.get(SERVER, ""), {})
+    return [filled(item, bounds) for item in schema] if isinstance(schema, list) else schema
 
 
 class Server(FastAPI):

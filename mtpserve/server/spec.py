@@ -71,12 +71,12 @@ async def set_spec(service: Served, body: SpecBody) -> Response:
     service.check_alive()
     if body == SpecBody():
         raise InvalidRequest("give adaptive, num_steps or reset", "adaptive")
-    known = next(iter((await exchange(service, SpecChange())).values()))  # what may be set is the same for all
-    if known.fixed is not None:
+    settings = next(iter((await exchange(service, SpecChange())).values()))  # what may be set is the same for all
+    if settings.fixed is not None:
         (field, value), *_ = body.model_dump(exclude_none=True).items()
-        raise InvalidRequest(f"{field} cannot be set to {str(value)[:50]}: {known.fixed}", field)
-    if body.num_steps is not None and not 0 <= body.num_steps <= known.configured:
-        raise InvalidRequest(f"num_steps must be in [0, {known.configured}], got {str(body.num_steps)[:50]}", "num_steps")
+        raise InvalidRequest(f"{field} cannot be set to {str(value)[:50]}: {settings.fixed}", field)
+    if body.num_steps is not None and not 0 <= body.num_steps <= settings.configured:
+        raise InvalidRequest(f"num_steps must be in [0, {settings.configured}], got {str(body.num_steps)[:50]}", "num_steps")
     return JSON(spec_object(service, await exchange(service, SpecChange(body.adaptive, body.num_steps, bool(body.reset)))))
 
 

@@ -54,9 +54,9 @@ class ControlTokens:
         present = {token for beginning, tokens in self._beginnings.items() if beginning in text for token in tokens if token in text}
         return [token for token in self._tokens if token in present] if present else []
 
-    def marks(self, given: Any) -> dict[str, str]:
-        """Control token → mark, for each control token in the strings of `given` (JSON of any depth); the marks do not occur there."""
-        text = "\0".join(strings(given))
+    def marks(self, data: Any) -> dict[str, str]:
+        """Control token → mark, for each control token in the strings of `data` (JSON of any depth); the marks do not occur there."""
+        text = "\0".join(strings(data))
         tokens = [token for token in self.spelled_in(text) if token not in REASONING_TAGS]
         used = set(text) if tokens else set()
         free = (chr(point) for point in MARKS if chr(point) not in used)
@@ -85,9 +85,9 @@ class ControlTokens:
         twin = FastTokenizer.from_str(self._fast.to_str())
         secret = secrets.token_hex(16)
         words = {token: f"<{secret}-{id}>" for token, (id, _) in self._tokens.items()}
-        twin.add_special_tokens([like(known, token, special=True) for token, (_, known) in self._tokens.items() if not known.special])
+        twin.add_special_tokens([like(entry, token, special=True) for token, (_, entry) in self._tokens.items() if not entry.special])
         twin.encode_special_tokens = True
-        twin.add_tokens([like(known, words[token], special=False) for token, (_, known) in self._tokens.items()])
+        twin.add_tokens([like(entry, words[token], special=False) for token, (_, entry) in self._tokens.items()])
         words_there: dict[str, int] = twin.get_vocab()
         return twin, words, {words_there[words[token]]: id for token, (id, _) in self._tokens.items()}
 
@@ -98,24 +98,24 @@ def like(token: AddedToken, text: str, *, special: bool) -> AddedToken:
     )
 
 
-def strings(given: Any) -> Iterator[str]:
-    if isinstance(given, str):
-        yield given
-    elif isinstance(given, Mapping):
-        for name, value in given.items():
+def strings(data: Any) -> Iterator[str]:
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, Mapping):
+        for name, value in data.items():
             yield from strings(name)
             yield from strings(value)
-    elif isinstance(given, list):
-        for value in given:
+    elif isinstance(data, list):
+        for value in data:
             yield from strings(value)
 
 
-def marked(given: Any, marks: Mapping[str, str]) -> Any:
-    """A copy of `given` with marks in place of the control tokens."""
-    if isinstance(given, str):
+def marked(data: Any, marks: Mapping[str, str]) -> Any:
+    """A copy of `data` with marks in place of the control tokens."""
+    if isinstance(data, str):
         for spelling, mark in marks.items():
-            given = given.replace(spelling, mark)
-        return given
-    if isinstance(given, Mapping):
-        return {marked(name, marks): marked(value, marks) for name, value in given.items()}
-    return [marked(value, marks) for value in given] if isinstance(given, list) else given
+            data = data.replace(spelling, mark)
+        return data
+    if isinstance(data, Mapping):
+        return {marked(name, marks): marked(value, marks) for name, value in data.items()}
+    return [marked(value, marks) for value in data] if isinstance(data, list) else data

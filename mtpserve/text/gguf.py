@@ -58,15 +58,15 @@ def _made(path: Path) -> FastTokenizer:
     tokens: list[str] = header.array(KEY + "tokens")
     if not tokens:
         raise LoadError(f"{path}: {KEY}tokens is missing; it must be an array of strings")
-    made = byte_level(header, tokens) if kind == "gpt2" else sentence_piece(header, tokens)
+    tokenizer = byte_level(header, tokens) if kind == "gpt2" else sentence_piece(header, tokens)
     kinds = list(zip(tokens, header.array(KEY + "token_type"), strict=False))
-    made.add_special_tokens([AddedToken(token, normalized=False) for token, of in kinds if of == CONTROL])
-    made.add_tokens([AddedToken(token, normalized=False) for token, of in kinds if of == USER_DEFINED])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token, of in kinds if of == CONTROL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, of in kinds if of == USER_DEFINED])
     begins = kind == "llama" or header.get(KEY + "pre", str, "") in WHOLE  # as in llama.cpp where the file does not say
     before, after = around(header, tokens, "bos", begins), around(header, tokens, "eos", False)
     special = {token: tokens.index(token) for token in before + after}
-    made.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=list(special.items()))
-    return made
+    tokenizer.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=list(special.items()))
+    return tokenizer
 
 
 def around(header: GGUFHeader, tokens: list[str], name: str, otherwise: bool) -> list[str]:
@@ -78,41 +78,41 @@ def around(header: GGUFHeader, tokens: list[str], name: str, otherwise: bool) ->
 def byte_level(header: GGUFHeader, tokens: list[str]) -> FastTokenizer:
     split = header.get(KEY + "pre", str)
     if split not in (*SPLITS, *GPT2, *DIGITS):
-        known = ", ".join((*SPLITS, *GPT2, *DIGITS))
-        raise UnsupportedModel(f'{header.path}: {KEY}pre = "{split}" is not supported; supported: {known}')
+        names = ", ".join((*SPLITS, *GPT2, *DIGITS))
+        raise UnsupportedModel(f'{header.path}: {KEY}pre = "{split}" is not supported; supported: {names}')
     merges = [pair(merge) for merge in header.array(KEY + "merges")]
-    made = FastTokenizer(BPE(ids(tokens), merges, ignore_merges=split in WHOLE))
+    tokenizer = FastTokenizer(BPE(ids(tokens), merges, ignore_merges=split in WHOLE))
     if split in COMPOSED:
-        made.normalizer = normalizers.NFC()
+        tokenizer.normalizer = normalizers.NFC()
     by_gpt2 = split in (*GPT2, *DIGITS)
     before: list[Any] = [] if by_gpt2 else [pre_tokenizers.Split(Regex(SPLITS[split]), behavior="isolated")]
     if split in DIGITS:
         before = [pre_tokenizers.Digits(individual_digits=True)]
-    made.pre_tokenizer = pre_tokenizers.Sequence([*before, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2)])
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2)])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def sentence_piece(header: GGUFHeader, tokens: list[str]) -> FastTokenizer:
     """SentencePiece's BPE: bytes for what is not in the vocabulary, ▁ for a space, and one before the text."""
     vocab, unknown = ids(tokens), named_token(header, tokens, "unknown")
     merges = [pair(merge) for merge in header.array(KEY + "merges")] or scored_merges(vocab, header.array(KEY + "scores"))
-    made = FastTokenizer(BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = FastTokenizer(BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     begins = header.get(KEY + "add_space_prefix", bool, True)
-    made.normalizer = normalizers.Sequence([*([normalizers.Prepend("▁")] if begins else []), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence([*([normalizers.Prepend("▁")] if begins else []), normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if begins else []
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    return made
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return tokenizer
 
 
 def scored_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """All pairs of tokens that make a token, those of the best first: SentencePiece merges the pair whose token has the best score."""
-    found = []
+    candidates = []
     for token, id in vocab.items():
         halves = [(token[:i], token[i:]) for i in range(1, len(token))]
         pairs = [(vocab[left], vocab[right], left, right) for left, right in halves if left in vocab and right in vocab]
-        found += [(scores[id], len(left), len(right), left, right) for _, _, left, right in sorted(pairs)]
-    return [(left, right) for *_, left, right in sorted(found, key=lambda merge: merge[:3], reverse=True)]
+        candidates += [(scores[id], len(left), len(right), left, right) for _, _, left, right in sorted(pairs)]
+    return [(left, right) for *_, left, right in sorted(candidates, key=lambda merge: merge[:3], reverse=True)]
 
 
 def ids(tokens: list[str]) -> dict[str, int]:
@@ -133,8 +133,8 @@ def named_tokens(path: Path) -> dict[str, str]:
     """The special tokens by transformers' names."""
     header = GGUFHeader.read(path)
     tokens = header.array(KEY + "tokens")
-    found = {name: named_token(header, tokens, of) for name, of in NAMED.items()}
-    return {name: token for name, token in found.items() if token is not None}
+    by_name = {name: named_token(header, tokens, of) for name, of in NAMED.items()}
+    return {name: token for name, token in by_name.items() if token is not None}
 
 
 def chat_template(path: Path) -> str | dict[str, str] | None:

@@ -32,9 +32,9 @@ def check_multiples(grammar: str) -> None:
     """For `multipleOf` llguidance makes one state per remainder; for several of them, one per remainder of their least common multiple;
     and these again for each `$ref`. Its own limits do not bound them. Trailing zeros add no states. Raises ValueError."""
     plain = ESCAPE.sub(lambda match: chr(int(match[1], 16)), grammar)
-    given = MULTIPLE.findall(plain)
-    together, places = 1, len(given) + plain.count("$ref")
-    for number in given:
+    multiples = MULTIPLE.findall(plain)
+    together, places = 1, len(multiples) + plain.count("$ref")
+    for number in multiples:
         together = math.lcm(together, int("".join(map(str, Decimal(number).normalize().as_tuple().digits))))
         if together * places > MAX_REMAINDERS:
             raise ValueError(f"multipleOf {number} leaves too many remainders, alone or together with others")

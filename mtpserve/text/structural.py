@@ -20,7 +20,9 @@ def structural_grammar(body: Any) -> str:
     if not isinstance(body, dict):
         raise ValueError("a structural tag is an object")
     if "structures" in body:
-        tags = [(each.get("begin", ""), each.get("schema", {}), each.get("end", "")) for each in listed(body, "structures")]
+        tags = [
+            (structure.get("begin", ""), structure.get("schema", {}), structure.get("end", "")) for structure in listed(body, "structures")
+        ]
         return triggered(tags, [str(trigger) for trigger in listed(body, "triggers")])
     if isinstance(body.get("format"), dict):
         format = body["format"]

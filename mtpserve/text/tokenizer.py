@@ -204,8 +204,10 @@ def number_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 def loaded(directory: Path) -> PreTrainedTokenizerFast:
     if directory.suffix == SUFFIX:
-        made = gguf.fast_tokenizer(directory)
-        return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=gguf.chat_template(directory), **gguf.named_tokens(directory))
+        fast_tokenizer = gguf.fast_tokenizer(directory)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=fast_tokenizer, chat_template=gguf.chat_template(directory), **gguf.named_tokens(directory)
+        )
     file = directory / "tokenizer.json"
     if not directory.is_dir():
         raise LoadError(f"{directory}: no such directory")

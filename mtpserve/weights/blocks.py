@@ -48,7 +48,7 @@ def hold_blocks(module: nn.Module, placements: Iterable[Placement], kinds: Colle
         else:
             scales = torch.float32 if formats[0].bits == 8 else torch.float8_e8m0fnu if formats[0].floats else scale_dtype(members)
             groups = formats[0].groups if formats[0].groups == 1 else formats[0].groups * shard.dims[-1].size // shard.columns
-            make_room_by_row(owner, name, formats[0].bits, groups, any(each.zeros for each in formats), scales)
+            make_room_by_row(owner, name, formats[0].bits, groups, any(fmt.zeros for fmt in formats), scales)
     return cut
 
 
@@ -62,21 +62,21 @@ def why_wide(
         return "its module cannot multiply quantised weights"
     if len(formats) < len(members):
         return f"only {len(formats)} of its {len(members)} matrices have scales"
-    if any((each.bits, each.groups, each.floats) != (first.bits, first.groups, first.floats) for each in formats):
-        return f"its matrices have different formats: {', '.join(dict.fromkeys(each.label for each in formats))}"
-    if (wide := next((each.wide for each in formats if each.wide is not None), None)) is not None:
+    if any((fmt.bits, fmt.groups, fmt.floats) != (first.bits, first.groups, first.floats) for fmt in formats):
+        return f"its matrices have different formats: {', '.join(dict.fromkeys(fmt.label for fmt in formats))}"
+    if (wide := next((fmt.wide for fmt in formats if fmt.wide is not None), None)) is not None:
         return wide
     if first.kind not in kinds:
         return f"{first.label} is not to be kept here"
     if first.groups is None:
         if any(not placement.region.of_experts and placement.region.start % BLOCK[0] for placement in members):
             return f"its parts of {parts_of(owner, name)} rows do not begin at multiples of {BLOCK[0]}"
-        each = BLOCK
+        block_shape = BLOCK
     else:
-        each = 1, 2 if first.groups == 1 else shard.columns // first.groups
-        if first.groups > 1 and each[1] % STEP:
+        block_shape = 1, 2 if first.groups == 1 else shard.columns // first.groups
+        if first.groups > 1 and block_shape[1] % STEP:
             return f"no product reads {first.label}"
-    if not shard.filled or not all(dim.divides(block) for dim, block in zip(shard.dims[-2:], each, strict=True)):
+    if not shard.filled or not all(dim.divides(block) for dim, block in zip(shard.dims[-2:], block_shape, strict=True)):
         return NOT_WHOLE
     return None
 

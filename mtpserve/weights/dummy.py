@@ -28,10 +28,10 @@ def fill(module: nn.Module, device: torch.device, whole: nn.Module | None = None
         for name, parameter in parameters(whole).items():
             target, shard = targets[name].detach(), shards[name]
             for expert in range(len(parameter)) if parameter.dim() == 3 else [None]:  # a whole parameter of experts is large
-                made = torch.empty(parameter.shape if expert is None else parameter.shape[1:], dtype=target.dtype, device=device)
-                randomise(name, made, generator)
+                values = torch.empty(parameter.shape if expert is None else parameter.shape[1:], dtype=target.dtype, device=device)
+                randomise(name, values, generator)
                 for move in shard.moves(expert):
-                    move.of(target).copy_(made[move.taken])
+                    move.of(target).copy_(values[move.taken])
     Finisher(module).rest()
 
 

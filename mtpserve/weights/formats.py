@@ -109,14 +109,14 @@ def kinds_of(tensors: Entries) -> set[str]:
 
 def groups(tensors: Entries) -> list[Group]:
     """All tensors, each in exactly one group, in the checkpoint's order. Raises LoadError for two that are the same part of one matrix."""
-    found: dict[str, Group] = {}
+    by_name: dict[str, Group] = {}
     for name in tensors:
         whole, role = part(name, tensors)
-        group = found.setdefault(whole, Group(whole))
+        group = by_name.setdefault(whole, Group(whole))
         if role in group.tensors:
             raise LoadError(f"{tensors[name].file}: {name} and {group.tensors[role]} are both there, each the {role} of {whole}")
         group.tensors[role] = name
-    return list(found.values())
+    return list(by_name.values())
 
 
 def part(name: str, tensors: Entries) -> tuple[str, str]:
@@ -148,7 +148,7 @@ def unused(name: str, checkpoint: Checkpoint) -> str | None:
     return UNUSED.get(last)
 
 
-def format_of(group: Group, tensors: Entries, shape: Shape, told: Told, chunks: int = 0) -> StoredFormat | None:
+def format_of(group: Group, tensors: Entries, shape: Shape, quant_config: Told, chunks: int = 0) -> StoredFormat | None:
     """Of a matrix that must have this shape; None where it is not quantised. `chunks`: as in rules.Arranged. Raises LoadError."""
     parts = group.entries(tensors)
     if chunks and parts.keys() != {"plain", "scale"}:
@@ -165,7 +165,7 @@ def format_of(group: Group, tensors: Entries, shape: Shape, told: Told, chunks: 
     for other in parts.keys() - needs - may - {role}:
         raise LoadError(f"{parts[other].file}: {group.tensors[other]} does not belong beside {group.main}")
     try:
-        return in_chunks(parts, shape, chunks) if chunks else describe(parts, shape, told)
+        return in_chunks(parts, shape, chunks) if chunks else describe(parts, shape, quant_config)
     except Mismatch as error:
         wrong = error.role
         raise LoadError(f"{parts[wrong].file}: {group.tensors[wrong]} {error.reason} (for {group.name} {list(shape)})") from None
@@ -173,9 +173,9 @@ def format_of(group: Group, tensors: Entries, shape: Shape, told: Told, chunks: 
 
 def wanted(whole: str, numbers: str, role: str) -> str:
     """The name of a tensor that is missing beside one with the role `numbers`."""
-    own = {"words": ".scales", "packed": ".weight_scale", "blocks": "_scales"}.get(numbers)
+    suffix = {"words": ".scales", "packed": ".weight_scale", "blocks": "_scales"}.get(numbers)
     assert role == "scale", role
-    return f"{whole}_scale" if own is None else whole.removesuffix(SUFFIXES[own][0]) + own
+    return f"{whole}_scale" if suffix is None else whole.removesuffix(SUFFIXES[suffix][0]) + suffix
 
 
 class Mismatch(Exception):
@@ -208,7 +208,7 @@ def each(groups: int, columns: int) -> str:
     return "a scale per row" if groups == 1 else f"groups of {-(-columns // groups)}"
 
 
-def float8(parts: Parts, shape: Shape, told: Told) -> StoredFormat:
+def float8(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
     """Of experts in one tensor blocks alone are read."""
     weight, scale = parts["plain"], parts["scale"]
     *experts, rows, columns = shape if len(shape) == 3 else two(shape)
@@ -258,7 +258,7 @@ def read_scaled(tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
     return published.scaled(tensors["plain"], tensors["scale"], tensors.get("zeros"))
 
 
-def packed(parts: Parts, shape: Shape, told: Told) -> StoredFormat:
+def packed(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
     """compressed-tensors: words along a row's columns, or bytes of MXFP4."""
     rows, columns = two(shape)
     if parts["packed"].dtype == "U8" and columns % GROUP == 0:
@@ -283,7 +283,7 @@ def read_packed(columns: int, bits: int, tensors: Mapping[str, Tensor]) -> Quant
     return published.compressed(tensors["packed"], tensors["scale"], tensors.get("zeros"), tensors.get("group_of"), columns, bits)
 
 
-def words(parts: Parts, shape: Shape, told: Told) -> StoredFormat:
+def words(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
     """GPTQ's run down the inputs, AWQ's along the outputs."""
     rows, columns = two(shape)
     sizes = {("GPTQ", bits): (columns * bits // 32, rows) for bits in (4, 8) if columns * bits % 32 == 0}
@@ -297,8 +297,8 @@ def words(parts: Parts, shape: Shape, told: Told) -> StoredFormat:
     expect(parts, "group_of", [(columns,)], ("I32", "I64"))
     if name == "AWQ":
         return integers(name, bits, number, columns, read_awq, parts, None)
-    out_of_order = ACT_ORDER if told.act_order and "group_of" in parts else None
-    return integers(name, bits, number, columns, partial(read_gptq, bits, told.below), parts, out_of_order)
+    out_of_order = ACT_ORDER if quant_config.act_order and "group_of" in parts else None
+    return integers(name, bits, number, columns, partial(read_gptq, bits, quant_config.below), parts, out_of_order)
 
 
 def read_gptq(bits: int, below: int, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
@@ -319,7 +319,7 @@ def integers(
     return StoredFormat(label, bits, number, read, "zeros" in parts, wide if bits == 4 else INT8)
 
 
-def mxfp4(parts: Parts, shape: Shape, told: Told) -> StoredFormat:
+def mxfp4(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
     *experts, rows, columns = shape
     if columns % GROUP:
         raise Mismatch("blocks", parts["blocks"], f"rows of a multiple of {GROUP} numbers")

@@ -124,13 +124,13 @@ def _keep(
         why = "although the config's desc_act is not true; --quantization none widens it"
         raise LoadError(f"{placement.entry.file}: {placement.name} has its columns in groups out of order, {why}")
     groups = stored.scale.shape[-1]
-    each = BLOCK if stored.in_blocks else (1, 0 if groups == 1 else shard.columns // groups)
+    block_shape = BLOCK if stored.in_blocks else (1, 0 if groups == 1 else shard.columns // groups)
     for move in moves:
-        numbers, scale = move.by(1, shard.columns // stored.numbers.shape[-1]), move.by(*each)
-        own = QuantisedMatrix(numbers.of(parameter.detach()), scale.of(scales.detach()))
-        own.numbers.copy_(stored.numbers[numbers.taken])
-        own.scale.copy_(stored.scale[scale.taken])
-        if check_finite and not own.is_finite():
+        numbers, scale = move.by(1, shard.columns // stored.numbers.shape[-1]), move.by(*block_shape)
+        target = QuantisedMatrix(numbers.of(parameter.detach()), scale.of(scales.detach()))
+        target.numbers.copy_(stored.numbers[numbers.taken])
+        target.scale.copy_(stored.scale[scale.taken])
+        if check_finite and not target.is_finite():
             raise LoadError(f"{placement.entry.file}: {placement.name} holds NaN or infinite numbers")
         if zeros is not None:
             place = scale.of(zeros.detach())

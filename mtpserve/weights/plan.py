@@ -113,9 +113,9 @@ def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:
     audit = Audit(parameters(module))
     placements: list[Placement] = []
     for source in sources:
-        matcher, told, left_out = Matcher(source.rules), told_of(source.checkpoint), Counter[str]()
+        matcher, quant_config, left_out = Matcher(source.rules), told_of(source.checkpoint), Counter[str]()
         for group in formats.groups(source.checkpoint.tensors):
-            placement = _place(module, source.checkpoint, matcher, group, audit, told, left_out)
+            placement = _place(module, source.checkpoint, matcher, group, audit, quant_config, left_out)
             if placement is not None:
                 placements.append(placement)
         for reason, number in left_out.items():
@@ -132,7 +132,13 @@ def told_of(checkpoint: Checkpoint) -> schemes.Told:
 
 
 def _place(
-    module: nn.Module, checkpoint: Checkpoint, matcher: Matcher, group: Group, audit: Audit, told: schemes.Told, left_out: Counter[str]
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    matcher: Matcher,
+    group: Group,
+    audit: Audit,
+    quant_config: schemes.Told,
+    left_out: Counter[str],
 ) -> Placement | None:
     """None for tensors that are dropped; those that no rule knows are counted in `left_out`."""
     name, entry = group.name, checkpoint.tensors[group.main]
@@ -155,7 +161,7 @@ def _place(
     if region is None:
         raise LoadError(f"{entry.file}: {name} is one expert too many, {target} has {parameter.shape[0]}")
     place, arranged = region.of(parameter), rule.how if isinstance(rule.how, Arranged) else None
-    format = formats.format_of(group, checkpoint.tensors, tuple(place.shape), told, arranged.chunks if arranged is not None else 0)
+    format = formats.format_of(group, checkpoint.tensors, tuple(place.shape), quant_config, arranged.chunks if arranged is not None else 0)
     if format is None:
         _check(name, entry, target, place, tuple(place.shape) if arranged is None else arranged.shape(tuple(place.shape)))
     elif arranged is not None:
@@ -201,11 +207,11 @@ def takes(place: torch.dtype, stored: torch.dtype | None) -> bool:
     return stored == place or (place == torch.int64 and stored in (torch.int32, torch.int16, torch.int8, torch.uint8))
 
 
-def _missing(module: nn.Module, sources: Sequence[WeightSource], known: Mapping[str, Tensor], gaps: list[tuple[str, int, int]]) -> str:
+def _missing(module: nn.Module, sources: Sequence[WeightSource], params: Mapping[str, Tensor], gaps: list[tuple[str, int, int]]) -> str:
     """The error for `gaps`: names the first unfilled parameter and the tensors with which the rules would fill it."""
     target, start, stop = gaps[0]
     wanted = Fill(start, stop, "")
-    names = [fill.source for fill in sorted(_candidates(module, sources, known, target, wanted))]
+    names = [fill.source for fill in sorted(_candidates(module, sources, params, target, wanted))]
     shown = ", ".join(names[:SHOWN]) + (f" … ({len(names)} in all)" if len(names) > SHOWN else "")
     more = f"; {len(gaps) - 1} more gaps like this" if len(gaps) > 1 else ""
     where = " and ".join(str(source.checkpoint.directory) for source in sources)
@@ -213,11 +219,11 @@ def _missing(module: nn.Module, sources: Sequence[WeightSource], known: Mapping[
 
 
 def _candidates(
-    module: nn.Module, sources: Sequence[WeightSource], known: Mapping[str, Tensor], target: str, wanted: Fill
+    module: nn.Module, sources: Sequence[WeightSource], params: Mapping[str, Tensor], target: str, wanted: Fill
 ) -> Iterator[Fill]:
     """The tensors with which the rules would fill these rows, under any of the parameter's names; a fill's source is the tensor's name."""
-    parameter = known[target]
-    aliases = [name for name, other in known.items() if other is parameter]
+    parameter = params[target]
+    aliases = [name for name, other in params.items() if other is parameter]
     rules = [rule for source in sources for rule in source.rules if not isinstance(rule.how, Drop)]
     for alias, rule in product(aliases, rules):
         for expert in range(parameter.shape[0]) if isinstance(rule.how, Expert) else [None]:

@@ -136,7 +136,7 @@ class Matcher:
         # There are tens of thousands of experts' tensors: rules that are for all experts are tried for the first one's alone.
         first = EXPERT.sub("experts.0", name)
         if first not in self._known:
-            many = (each for each in self.compiled if each not in self.single)
+            many = (pair for pair in self.compiled if pair not in self.single)
             self._known[first] = [*self.single, *((pattern, rule) for pattern, rule in many if pattern.fullmatch(first))]
         matches = [(rule, hit) for pattern, rule in self._known[first] if (hit := pattern.fullmatch(name))]
         if not matches:

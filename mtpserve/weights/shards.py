@@ -84,16 +84,16 @@ class Move:
 
     def by(self, rows: int, columns: int) -> Move:
         """Of tensors in which one number stands for so many rows and columns: each part begins a new one. columns 0: one for all."""
-        each = (*(1,) * (len(self.to) - 2), rows, columns)
-        taken, to = (tuple(map(coarse, slices, each)) for slices in (self.taken, self.to))
+        block_shape = (*(1,) * (len(self.to) - 2), rows, columns)
+        taken, to = (tuple(map(coarse, slices, block_shape)) for slices in (self.taken, self.to))
         return Move(self.expert, taken, to)
 
 
-def coarse(numbers: slice, each: int) -> slice:
-    if not each:
+def coarse(numbers: slice, block: int) -> slice:
+    if not block:
         return slice(0, 1)
-    start = -(-numbers.start // each)
-    return slice(start, start - (-(numbers.stop - numbers.start) // each))
+    start = -(-numbers.start // block)
+    return slice(start, start - (-(numbers.stop - numbers.start) // block))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +136,20 @@ def replicated(size: int) -> Dim:
     return Dim(size, size, (Stretch(0, size, 0),))
 
 
-def blocks(whole: Sequence[int], own: Sequence[int], ranks: Ranks) -> Dim:
-    """`whole`: sizes of the parts of the dimension, `own`: of the rank's."""
+def blocks(whole: Sequence[int], local: Sequence[int], ranks: Ranks) -> Dim:
+    """`whole`: sizes of the parts of the dimension, `local`: of the rank's."""
     stretches = []
-    for size, mine, start, at in zip(whole, own, starts(whole), starts(own), strict=True):
+    for size, mine, start, at in zip(whole, local, starts(whole), starts(local), strict=True):
         number, rest = divmod(size, mine)
         assert not rest and (ranks.size % number == 0 or number % ranks.size == 0), (size, mine, ranks.size)
         first = start + ranks.rank * number // ranks.size * mine
         stretches.append(Stretch(first, first + mine, at))
-    return Dim(sum(whole), sum(own), tuple(joined(stretches)))
+    return Dim(sum(whole), sum(local), tuple(joined(stretches)))
 
 
-def tokens(whole: int, own: int, ranks: Ranks) -> Dim:
-    start, stop = min(ranks.rank * own, whole), min((ranks.rank + 1) * own, whole)
-    return Dim(whole, own, (Stretch(start, stop, 0),) if start < stop else ())
+def tokens(whole: int, local: int, ranks: Ranks) -> Dim:
+    start, stop = min(ranks.rank * local, whole), min((ranks.rank + 1) * local, whole)
+    return Dim(whole, local, (Stretch(start, stop, 0),) if start < stop else ())
 
 
 def once(size: int, ranks: Ranks) -> Dim:
@@ -179,11 +179,11 @@ def joined(stretches: Sequence[Stretch] | Iterator[Stretch]) -> Iterator[Stretch
         yield last
 
 
-def shards_of(whole: nn.Module, own: nn.Module, ranks: Ranks = ALONE) -> dict[str, Shard]:
-    """By the names of the parameters. `whole` may be on no device, and is `own` itself where there is one rank."""
-    places = parameters(own)
+def shards_of(whole: nn.Module, local: nn.Module, ranks: Ranks = ALONE) -> dict[str, Shard]:
+    """By the names of the parameters. `whole` may be on no device, and is `local` itself where there is one rank."""
+    places = parameters(local)
     return {
-        name: shard_of(name, tuple(parameter.shape), tuple(places[name].shape), owner_of(whole, name), owner_of(own, name), ranks)
+        name: shard_of(name, tuple(parameter.shape), tuple(places[name].shape), owner_of(whole, name), owner_of(local, name), ranks)
         for name, parameter in parameters(whole).items()
     }
 
@@ -192,15 +192,15 @@ def owner_of(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name.rpartition(".")[0])
 
 
-def shard_of(name: str, whole: tuple[int, ...], own: tuple[int, ...], of_whole: Any, of_own: Any, ranks: Ranks) -> Shard:
+def shard_of(name: str, whole: tuple[int, ...], local: tuple[int, ...], of_whole: Any, of_own: Any, ranks: Ranks) -> Shard:
     leaf, held = name.rpartition(".")[2], getattr(of_own, "held", None)
     if held is None and leaf in getattr(of_own, "added_once", ()) and divided(of_whole, of_own):
         return Shard((once(whole[0], ranks), *map(replicated, whole[1:])))
-    if whole != own and getattr(of_own, "shared_tokens", False):
-        return Shard((tokens(whole[0], own[0], ranks), *map(replicated, whole[1:])))
+    if whole != local and getattr(of_own, "shared_tokens", False):
+        return Shard((tokens(whole[0], local[0], ranks), *map(replicated, whole[1:])))
     in_parts = int(getattr(of_own, "experts_first", False))  # the dimension that has parts
     dims = []
-    for number, (size, mine) in enumerate(zip(whole, own, strict=True)):
+    for number, (size, mine) in enumerate(zip(whole, local, strict=True)):
         if number == 0 and held is not None:
             dims.append(experts(size, held))
         elif size == mine:
@@ -211,18 +211,18 @@ def shard_of(name: str, whole: tuple[int, ...], own: tuple[int, ...], of_whole: 
     return Shard(tuple(dims))
 
 
-def divided(whole: nn.Module, own: nn.Module) -> bool:
+def divided(whole: nn.Module, local: nn.Module) -> bool:
     """A rank has a part of what the module holds: of models that each rank computes alone it has everything."""
-    pairs = zip(whole.parameters(recurse=False), own.parameters(recurse=False), strict=True)
+    pairs = zip(whole.parameters(recurse=False), local.parameters(recurse=False), strict=True)
     return any(one.shape != other.shape for one, other in pairs)
 
 
 def cuts_of(owner: Any, leaf: str, size: int) -> tuple[int, ...]:
     """What ranks divide each for itself."""
     cuts = getattr(owner, "cuts", None) or getattr(owner, "parts", None) or (size,)
-    found: tuple[int, ...] = cuts.get(leaf, (size,)) if isinstance(cuts, Mapping) else cuts
-    assert sum(found) == size, (leaf, found, size)
-    return found
+    sizes: tuple[int, ...] = cuts.get(leaf, (size,)) if isinstance(cuts, Mapping) else cuts
+    assert sum(sizes) == size, (leaf, sizes, size)
+    return sizes
 
 
 def clear(targets: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> None:

@@ -222,10 +222,10 @@ def test_what_piled_up_for_a_client_that_left_is_not_written() -> None:
     encoded = 0
 
     class Counting(EventStream):
-        def encoded(self, each: Any) -> bytes:
+        def encoded(self, chunk: Any) -> bytes:
             nonlocal encoded
             encoded += 1
-            return super().encoded(each)
+            return super().encoded(chunk)
 
     async def ready() -> AsyncGenerator[list[int], None]:
         for number in range(1000):  # never waits, as a queue that is full

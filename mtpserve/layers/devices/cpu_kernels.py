@@ -100,8 +100,8 @@ def latent_store(
 
 def pack_router(weight: Tensor, bias: Tensor | None, arch: MoEArch) -> Route:
     routing = arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale
-    given = None if bias is None else bias.detach()
-    of_choice, of_logits = (given, None) if arch.router_bias == "choice" else (None, given)
+    router_bias = None if bias is None else bias.detach()
+    of_choice, of_logits = (router_bias, None) if arch.router_bias == "choice" else (None, router_bias)
     return PanelRouter(moe.pack_router(weight.detach(), of_choice, *routing, arch.scores == "softmax", of_logits))
 
 
@@ -120,12 +120,12 @@ def pack_experts(experts: RoutedExperts, shared: SharedExpert | None, gate: Gate
     assert experts.gate_up_scale_inv is None and experts.down_scale_inv is None
     routed = moe.pack_expert_pair(experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
     clamped = clamp_of(experts.gate)
-    made = partial(moe.experts_of, routed, clamped=clamped, squared=experts.gate == "relu2", first=experts.first or 0)
+    factory = partial(moe.experts_of, routed, clamped=clamped, squared=experts.gate == "relu2", first=experts.first or 0)
     if shared is None:
-        return PanelExperts(made(None), None)
+        return PanelExperts(factory(None), None)
     if (matrices := shared_matrices(shared)) is None:
-        return PanelExperts(made(None), partial(beside, shared, gate))
-    return PanelExperts(made(matrices, None if gate is None else matrix_of(cast(Linear, gate))), None)
+        return PanelExperts(factory(None), partial(beside, shared, gate))
+    return PanelExperts(factory(matrices, None if gate is None else matrix_of(cast(Linear, gate))), None)
 
 
 def shared_matrices(shared: SharedExpert) -> tuple[linear.Matrix, linear.Matrix] | None:
@@ -141,8 +141,8 @@ class PanelExperts:
     experts: moe.Experts
     apart: Callable[[Tensor], Tensor] | None  # a shared expert that is not among them
 
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        out = moe.mix_experts(x, weights, chosen, self.experts)
+    def __call__(self, x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:
+        out = moe.mix_experts(x, weights, topk_ids, self.experts)
         return out if self.apart is None else out + self.apart(x)
 
 
@@ -225,7 +225,7 @@ class LayerStack:
         self, x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         self.plan(contexts)
-        angles, residual, kept, first = angles_of(rotation), None, [], 0
+        angles, residual, aux_hidden_states, first = angles_of(rotation), None, [], 0
         # Many rows are computed layer by layer, so that it is seen that the engine gets on; the numbers are the same.
         stops = range(1, len(self.described)) if x.shape[0] >= MANY_ROWS else [tap + 1 for tap in taps]
         for end in sorted({*stops, len(self.described)}):
@@ -233,17 +233,17 @@ class LayerStack:
             last = self.last if end == len(self.described) else None
             x, residual = stacks.run(self.described, slice(first, end), self.contexts, x, residual, angles, last, self.ranks)
             if end - 1 in taps:
-                kept.append(residual if last else residual + x)
+                aux_hidden_states.append(residual if last else residual + x)
             first = end
         assert residual is not None
-        return x, residual, kept
+        return x, residual, aux_hidden_states
 
     def plan(self, contexts: Sequence[Context]) -> None:
         """What `contexts` say is in `self.contexts` then."""
-        given = cast("Contexts[CPUSpans]", contexts)
-        if self.stores() is not given.stores:
-            self.stores, self.contexts = ref(given.stores), contexts_of(given.stores)
-        self.contexts.plan([(planned.spans, planned.slots) for planned in given.planned])
+        cpu_contexts = cast("Contexts[CPUSpans]", contexts)
+        if self.stores() is not cpu_contexts.stores:
+            self.stores, self.contexts = ref(cpu_contexts.stores), contexts_of(cpu_contexts.stores)
+        self.contexts.plan([(planned.spans, planned.slots) for planned in cpu_contexts.planned])
 
 
 def angles_of(rotation: Rotation) -> fused.Rotation:
@@ -297,42 +297,42 @@ def contexts_of(stores: Stores) -> stacks.Contexts:
 def described_layer(layer: Layer) -> stacks.Layer:
     if type(layer) is not DecoderLayer or type(layer.attention_norm) is not RMSNorm or type(layer.mlp_norm) is not RMSNorm:
         raise NotDescribed
-    made = stacks.Layer(attention_norm=norm_of(layer.attention_norm), mlp_norm=norm_of(layer.mlp_norm))
-    made.attention = described_attention(layer.attention)
+    stack_layer = stacks.Layer(attention_norm=norm_of(layer.attention_norm), mlp_norm=norm_of(layer.mlp_norm))
+    stack_layer.attention = described_attention(layer.attention)
     if isinstance(layer.mlp, MLP) and layer.mlp.gated:
-        made.gate_up, made.down = matrix_of(layer.mlp.gate_up), matrix_of(layer.mlp.down)
+        stack_layer.gate_up, stack_layer.down = matrix_of(layer.mlp.gate_up), matrix_of(layer.mlp.down)
         if not cast(PanelMatrix, layer.mlp.gate_up.packed).gates or layer.mlp.gate is not None:
             raise NotDescribed
     elif isinstance(layer.mlp, MoE) and isinstance(layer.mlp.route, PanelRouter) and isinstance(layer.mlp.mix, PanelExperts):
         if layer.mlp.mix.apart is not None or layer.mlp.latent_in is not None:
             raise NotDescribed
-        made.router, made.experts = layer.mlp.route.router, layer.mlp.mix.experts
+        stack_layer.router, stack_layer.experts = layer.mlp.route.router, layer.mlp.mix.experts
     else:
         raise NotDescribed
-    return made
+    return stack_layer
 
 
 def described_attention(module: object) -> stacks.AttentionLayer:
-    made = stacks.AttentionLayer()
+    attention = stacks.AttentionLayer()
     if type(module) is GQA and module.ordinary:
         out = matrix_of(module.out)
-        made.out, made.heads, made.dim = out, module.heads, out.inputs // module.heads
-        made.kv_heads = (module.all_heads - module.heads) // 2
-        setattr(made, "in", matrix_of(module.qkv))
-        made.sinks = None if module.sinks is None else module.sinks.data_ptr()
+        attention.out, attention.heads, attention.dim = out, module.heads, out.inputs // module.heads
+        attention.kv_heads = (module.all_heads - module.heads) // 2
+        setattr(attention, "in", matrix_of(module.qkv))
+        attention.sinks = None if module.sinks is None else module.sinks.data_ptr()
         if module.q_norm is not None and module.k_norm is not None:
-            made.q_norm, made.kv_norm = norm_of(module.q_norm), norm_of(module.k_norm)
+            attention.q_norm, attention.kv_norm = norm_of(module.q_norm), norm_of(module.k_norm)
     elif type(module) is MLA:
         mla = module.mla
-        setattr(made, "in", matrix_of(module.down))
-        made.out, made.heads, made.kv_norm = matrix_of(module.out), module.heads, norm_of(module.kv_norm)
+        setattr(attention, "in", matrix_of(module.down))
+        attention.out, attention.heads, attention.kv_norm = matrix_of(module.out), module.heads, norm_of(module.kv_norm)
         if module.q_norm is not None and module.q_up is not None:
-            made.q_norm, made.q_up, made.q_rank = norm_of(module.q_norm), matrix_of(module.q_up), mla.q_rank
-        made.k_up, made.v_up = (cast(HeadMatrices, product).packed for product in (module.k_up, module.v_up))
-        made.kv_rank, made.nope, made.rope, made.value = mla.kv_rank, mla.nope, mla.rope, mla.value
+            attention.q_norm, attention.q_up, attention.q_rank = norm_of(module.q_norm), matrix_of(module.q_up), mla.q_rank
+        attention.k_up, attention.v_up = (cast(HeadMatrices, product).packed for product in (module.k_up, module.v_up))
+        attention.kv_rank, attention.nope, attention.rope, attention.value = mla.kv_rank, mla.nope, mla.rope, mla.value
     else:
         raise NotDescribed
-    return made
+    return attention
 
 
 def norm_of(module: RMSNorm) -> fused.Norm:

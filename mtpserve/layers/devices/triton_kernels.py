@@ -95,7 +95,7 @@ def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tupl
 
 
 def experts(
-    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, chosen: Tensor
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, topk_ids: Tensor
 ) -> Tensor:  # fmt: skip
     matrices, scales = (experts.gate_up, experts.down), (experts.gate_up_scale_inv, experts.down_scale_inv)
     biases, squared, first = (experts.gate_up_bias, experts.down_bias), experts.gate == "relu2", experts.first
@@ -103,13 +103,13 @@ def experts(
     plain = clamped is None and biases[0] is None
     by_row = [scale is not None and scale.shape[1] == matrix.shape[1] for matrix, scale in zip(matrices, scales, strict=True)]
     if any(by_row):
-        if not all(scale is None or each for scale, each in zip(scales, by_row, strict=True)):
-            return torch_kernels.experts(experts, shared, gate, x, weights, chosen)  # one of them in blocks: nobody publishes that
+        if not all(scale is None or row_wise for scale, row_wise in zip(scales, by_row, strict=True)):
+            return torch_kernels.experts(experts, shared, gate, x, weights, topk_ids)  # one of them in blocks: nobody publishes that
         gate_up, down = (matrices[0], scales[0], experts.gate_up_zeros), (matrices[1], scales[1], experts.down_zeros)
-        mixed = experts_rows(x, weights, chosen, *gate_up, *down, *biases, clamped, squared, first)
+        mixed = experts_rows(x, weights, topk_ids, *gate_up, *down, *biases, clamped, squared, first)
         return mixed if shared is None else mixed + torch_kernels.beside(shared, gate, x)
     if shared is None or not plain:
-        out = moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales, None, None, *biases, clamped, squared, first)
+        out = moe_experts.experts(x, weights, topk_ids, *matrices, None, None, *scales, None, None, *biases, clamped, squared, first)
         return out if shared is None else out + torch_kernels.beside(shared, gate, x)
     beside = (shared.gate_up.weight, shared.down.weight)
     beside_scales = (shared.gate_up.weight_scale_inv, shared.down.weight_scale_inv)
@@ -118,9 +118,9 @@ def experts(
     alike = all((mine is None) == (other is None) for mine, other in zip(scales, beside_scales, strict=True))
     alike = alike and shared.gate == experts.gate and shared.down.weight.shape[1] % experts.down.shape[2] == 0
     if gate is not None or not alike or (any(scale is not None for scale in scales) and experts.down.shape[2] % BLOCK[0]):
-        out = moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales, squared=squared, first=first)
+        out = moe_experts.experts(x, weights, topk_ids, *matrices, None, None, *scales, squared=squared, first=first)
         return out + torch_kernels.beside(shared, gate, x)
-    return moe_experts.experts(x, weights, chosen, *matrices, *beside, *scales, *beside_scales, squared=squared, first=first)
+    return moe_experts.experts(x, weights, topk_ids, *matrices, *beside, *scales, *beside_scales, squared=squared, first=first)
 
 
 def linear_stored(x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -72,8 +72,8 @@ class GQA(nn.Module):
     def stored(self, qkv: Tensor, rotation: Rotation, context: Context) -> Tensor:
         rotation = rotation.in_window if self.in_window else rotation
         if self.kv.key_dim != self.kv.value_dim:
-            own = (self.heads + self.kv.heads) * self.kv.key_dim
-            qk, v = qkv.split([own, qkv.shape[-1] - own], -1)
+            qk_size = (self.heads + self.kv.heads) * self.kv.key_dim
+            qk, v = qkv.split([qk_size, qkv.shape[-1] - qk_size], -1)
             heads = qk.unflatten(-1, (-1, self.kv.key_dim)), v.unflatten(-1, (self.kv.heads, -1))
             return rope_store_apart(*heads, rotation, context.slots, context.keys, context.values, self.heads)
         qkv = qkv.unflatten(-1, (self.all_heads, -1))  # [T, heads + 2 kv_heads, head_dim]

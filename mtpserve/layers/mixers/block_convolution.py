@@ -12,7 +12,7 @@ from mtpserve.layers.linear import Linear
 
 class BlockConvolution(nn.Module):
     """Two convolutions around a sublayer, each a sum over taps i of (base[i] + made[i]) * the row i before, nothing before a block's first
-    row. `made`, from the sublayer's input, has a number for each `group` of the hidden ones. In plain torch on every device."""
+    row. `coeffs`, from the sublayer's input, has a number for each `group` of the hidden ones. In plain torch on every device."""
 
     def __init__(self, hidden: int, taps: int, group: int, method: LinearMethod) -> None:
         super().__init__()
@@ -22,16 +22,16 @@ class BlockConvolution(nn.Module):
 
     def before(self, x: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """x [blocks * block, hidden] → the same convolved, and what `after` needs for the sublayer's output."""
-        made = self.kernel(x).unflatten(-1, (2, self.base.shape[1], -1))
-        return self.convolved(x, self.base[0], made[:, 0], block), made[:, 1]
+        coeffs = self.kernel(x).unflatten(-1, (2, self.base.shape[1], -1))
+        return self.convolved(x, self.base[0], coeffs[:, 0], block), coeffs[:, 1]
 
-    def after(self, x: Tensor, made: Tensor, block: int) -> Tensor:
-        return self.convolved(x, self.base[1], made, block)
+    def after(self, x: Tensor, coeffs: Tensor, block: int) -> Tensor:
+        return self.convolved(x, self.base[1], coeffs, block)
 
-    def convolved(self, x: Tensor, base: Tensor, made: Tensor, block: int) -> Tensor:
-        """base [taps, hidden], made [rows, taps, groups]"""
+    def convolved(self, x: Tensor, base: Tensor, coeffs: Tensor, block: int) -> Tensor:
+        """base [taps, hidden], coeffs [rows, taps, groups]"""
         rows, out = x.unflatten(0, (-1, block)), torch.zeros_like(x)
         for tap in range(len(base)):
             shifted = F.pad(rows, (0, 0, tap, 0))[:, :block].flatten(0, 1)
-            out = out + (base[tap] + made[:, tap].repeat_interleave(self.group, -1)) * shifted
+            out = out + (base[tap] + coeffs[:, tap].repeat_interleave(self.group, -1)) * shifted
         return out

@@ -55,8 +55,8 @@ class GatedDeltaNet(nn.Module):
         kind, inputs, gates = self.kind, self.inputs(x), self.gates(x)
         if not kind.grouped:
             return *inputs.split(self.inputs.parts, -1), *gates.split(self.gates.parts, -1)
-        each = kind.value_heads // kind.key_heads  # heads that a key head serves
-        parts = kind.key_dim, kind.key_dim, each * kind.value_dim, each * kind.value_dim
+        group_size = kind.value_heads // kind.key_heads  # heads that a key head serves
+        parts = kind.key_dim, kind.key_dim, group_size * kind.value_dim, group_size * kind.value_dim
         q, k, v, z = (part.flatten(1) for part in inputs.unflatten(-1, (kind.key_heads, -1)).split(parts, -1))
-        b, a = (part.flatten(1) for part in gates.unflatten(-1, (kind.key_heads, -1)).split(each, -1))
+        b, a = (part.flatten(1) for part in gates.unflatten(-1, (kind.key_heads, -1)).split(group_size, -1))
         return torch.cat([q, k, v], -1), z, b, a

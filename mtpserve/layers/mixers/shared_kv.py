@@ -31,11 +31,11 @@ class EntryMaker(nn.Module):
     """Makes rows of `dim` numbers of what tokens have left: of each its values and its gates, with overlap for two entries, the next one
     first."""
 
-    def __init__(self, arch: ModelArch, made: Compressed, dim: int, method: LinearMethod, kernels: Kernels) -> None:
+    def __init__(self, arch: ModelArch, compression: Compressed, dim: int, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
-        self.every, self.dim, entries = made.every, dim, made.span // made.every
+        self.every, self.dim, entries = compression.every, dim, compression.span // compression.every
         self.project = Linear(arch.hidden, (entries * dim, entries * dim), method)
-        self.bias = in_float32(made.every, entries * dim)
+        self.bias = in_float32(compression.every, entries * dim)
         self.norm = RMSNorm(dim, arch.norm_eps, kernels)
 
     def forward(self, left: Tensor, there: Tensor, rotation: Rotation) -> Tensor:
@@ -55,13 +55,13 @@ class EntryMaker(nn.Module):
 class EntryIndexer(nn.Module):
     """Selects entries for rows by index keys that are made as entries are."""
 
-    def __init__(self, arch: ModelArch, made: Compressed, method: LinearMethod, kernels: Kernels) -> None:
+    def __init__(self, arch: ModelArch, compression: Compressed, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
         assert arch.shared_kv is not None and arch.indexer is not None
         self.heads = arch.indexer.heads
-        self.scale = (made.index_dim * self.heads) ** -0.5
-        self.maker = EntryMaker(arch, made, made.index_dim, method, kernels)
-        self.q_up = Linear(arch.shared_kv.q_rank, (self.heads * made.index_dim,), method)
+        self.scale = (compression.index_dim * self.heads) ** -0.5
+        self.maker = EntryMaker(arch, compression, compression.index_dim, method, kernels)
+        self.q_up = Linear(arch.shared_kv.q_rank, (self.heads * compression.index_dim,), method)
         self.weigh = Linear(arch.hidden, (self.heads,), method)
 
     def forward(self, x: Tensor, latent: Tensor, rotation: Rotation, context: CompressingContext) -> None:
@@ -72,10 +72,10 @@ class EntryIndexer(nn.Module):
 class Compressor(nn.Module):
     def __init__(self, arch: ModelArch, kind: Attention, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
-        made = kind.compressed
-        assert made is not None
-        self.maker = EntryMaker(arch, made, kind.kv.key_dim, method, kernels)
-        self.indexer = None if made.selected is None else EntryIndexer(arch, made, method, kernels)
+        compression = kind.compressed
+        assert compression is not None
+        self.maker = EntryMaker(arch, compression, kind.kv.key_dim, method, kernels)
+        self.indexer = None if compression.selected is None else EntryIndexer(arch, compression, method, kernels)
         makers = [self.maker] if self.indexer is None else [self.maker, self.indexer.maker]
         self.sizes = [sum(maker.project.parts) for maker in makers]
 
@@ -99,16 +99,18 @@ class Compressor(nn.Module):
 class SharedKV(nn.Module):
     def __init__(self, arch: ModelArch, kind: Attention, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
-        own, dim = arch.shared_kv, kind.kv.key_dim
-        assert own is not None
-        self.heads, self.groups, self.eps, self.kernels = arch.heads, own.groups, arch.norm_eps, kernels
+        shared_kv, dim = arch.shared_kv, kind.kv.key_dim
+        assert shared_kv is not None
+        self.heads, self.groups, self.eps, self.kernels = arch.heads, shared_kv.groups, arch.norm_eps, kernels
         self.in_window = kind.compressed is None and arch.window_rope is not None  # its rotation
-        self.down = Linear(arch.hidden, (own.q_rank, dim), method)
-        self.q_norm, self.kv_norm = RMSNorm(own.q_rank, arch.norm_eps, kernels), RMSNorm(dim, arch.norm_eps, kernels)
-        self.q_up = Linear(own.q_rank, (arch.heads * dim,), method)
+        self.down = Linear(arch.hidden, (shared_kv.q_rank, dim), method)
+        self.q_norm, self.kv_norm = RMSNorm(shared_kv.q_rank, arch.norm_eps, kernels), RMSNorm(dim, arch.norm_eps, kernels)
+        self.q_up = Linear(shared_kv.q_rank, (arch.heads * dim,), method)
         self.sinks = in_float32(arch.heads)
-        self.group_out = nn.Parameter(torch.empty(own.groups * own.out_rank, arch.heads * dim // own.groups), requires_grad=False)
-        self.out = Linear(own.groups * own.out_rank, (arch.hidden,), method)
+        self.group_out = nn.Parameter(
+            torch.empty(shared_kv.groups * shared_kv.out_rank, arch.heads * dim // shared_kv.groups), requires_grad=False
+        )
+        self.out = Linear(shared_kv.groups * shared_kv.out_rank, (arch.hidden,), method)
         self.compressor = None if kind.compressed is None else Compressor(arch, kind, method, kernels)
         self.by_group: HeadProducts
 

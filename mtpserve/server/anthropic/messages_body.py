@@ -113,8 +113,8 @@ class ToolDefinition(Strict):
         """As OpenAI's."""
         if self.input_schema is None:
             raise InvalidRequest(f"{place}.input_schema: field required", f"{place}.input_schema")
-        given = {"name": self.name, "description": self.description, "parameters": self.input_schema, "strict": self.strict}
-        return {name: value for name, value in given.items() if value is not None}
+        fields = {"name": self.name, "description": self.description, "parameters": self.input_schema, "strict": self.strict}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class ToolChoice(Strict):
@@ -221,10 +221,10 @@ class MessagesRequest(CountRequest, SamplingFields):
     def chat(self, offer: Offer) -> ChatRequest:
         """Without `max_tokens`, which may be more than there is room for."""
         names = ("model", "stream", "timeout", *SamplingFields.model_fields)
-        given = {name: getattr(self, name) for name in names}
+        fields = {name: getattr(self, name) for name in names}
         if self.stop_sequences is not None:
-            given["stop"] = self.stop_sequences
-        return CountRequest.chat(self, offer).model_copy(update=given)
+            fields["stop"] = self.stop_sequences
+        return CountRequest.chat(self, offer).model_copy(update=fields)
 
 
 def spoken(message: InputMessage) -> list[ChatMessage]:

@@ -133,8 +133,8 @@ class GenerationRequest(SamplingFields, TransferFields):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         if self.truncate_prompt_tokens is not None and (self.truncate_prompt_tokens < -1 or self.truncate_prompt_tokens == 0):
-            given = self.truncate_prompt_tokens
-            raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {given}", "truncate_prompt_tokens")
+            limit = self.truncate_prompt_tokens
+            raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {limit}", "truncate_prompt_tokens")
         if self.rid is not None and self.request_id is not None:
             raise InvalidRequest("rid and request_id name the same thing: give one of them", "request_id")
 
@@ -181,10 +181,10 @@ class GenerationRequest(SamplingFields, TransferFields):
 
     def sampling(self, defaults: dict[str, float | int], max_tokens: int | None) -> SamplingParams:
         """`defaults` are the model's own recommendations; what the request says goes before them."""
-        given = {name: getattr(self, name) for name in GIVEN}
-        chosen: dict[str, Any] = defaults | {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in GIVEN}
+        params: dict[str, Any] = defaults | {name: value for name, value in values.items() if value is not None}
         if self.keeps:  # a router that asks for the prompt alone leaves it in
-            chosen.pop("min_tokens", None)
+            params.pop("min_tokens", None)
         return SamplingParams(
             max_tokens=max_tokens,
             seed=self.seed,
@@ -201,7 +201,7 @@ class GenerationRequest(SamplingFields, TransferFields):
             grammar=constraint({name: getattr(self, name) for name in (*NATIVE, "response_format", "structured_outputs")}),
             custom_params=custom(self.custom_params or {}),
             speculation=self.speculation(),
-            **chosen,
+            **params,
         )
 
 

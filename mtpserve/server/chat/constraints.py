@@ -46,8 +46,8 @@ def constraint(fields: dict[str, Any]) -> GrammarSpec | None:
     for name, kind in NATIVE.items():
         if given(fields.get(name)):
             grammars[name] = spec(kind, fields[name], name, name)
-    if (format := fields.get("response_format")) is not None and (made := response_format(format)) is not None:
-        grammars["response_format"] = made
+    if (format := fields.get("response_format")) is not None and (grammar := response_format(format)) is not None:
+        grammars["response_format"] = grammar
     for name, value in structured(fields.get("structured_outputs")).items():
         grammars[f"structured_outputs.{name}"] = spec(STRUCTURED[name], value, "structured_outputs", f"structured_outputs.{name}")
     if len(grammars) > 1:
@@ -104,11 +104,11 @@ def response_format(value: Any) -> GrammarSpec | None:
             return spec("json_schema", schema, "response_format", "response_format.json_schema.schema")
         case "structural_tag":
             return spec("structural_tag", value, "response_format", "response_format")
-    known = "text, json_object, json_schema and structural_tag"
-    raise InvalidRequest(f"response_format.type {str(kind)[:50]!r} is not supported; {known} are", "response_format")
+    types = "text, json_object, json_schema and structural_tag"
+    raise InvalidRequest(f"response_format.type {str(kind)[:50]!r} is not supported; {types} are", "response_format")
 
 
-def only(value: Any, known: set[str], place: str) -> None:
+def only(value: Any, fields: set[str], place: str) -> None:
     """A schema beside json_object, as some servers take it, must not be lost in silence."""
-    for name in sorted(value.keys() - known):
+    for name in sorted(value.keys() - fields):
         raise InvalidRequest(f"{place}.{name[:50]}: unknown field", "response_format")

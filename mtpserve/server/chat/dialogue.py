@@ -56,10 +56,10 @@ def suited(service: Service, use: ToolUse, messages: list[dict[str, Any]], tools
         return messages
     needs = service.template_needs
     example = call_format(use, service.formats).example
-    made = needs.suited(messages, example)
+    suited_messages = needs.suited(messages, example)
     if needs.tools_told or not tools:
-        return made
+        return suited_messages
     text = instructions(tools, example)
-    if made[0]["role"] != "system":
-        return [{"role": "system", "content": text}, *made]
-    return [{**made[0], "content": f"{made[0]['content']}\n\n{text}"}, *made[1:]]
+    if suited_messages[0]["role"] != "system":
+        return [{"role": "system", "content": text}, *suited_messages]
+    return [{**suited_messages[0], "content": f"{suited_messages[0]['content']}\n\n{text}"}, *suited_messages[1:]]

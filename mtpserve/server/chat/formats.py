@@ -38,27 +38,27 @@ def formats_of(config: ServerConfig, card: ModelCard, tokenizer: Tokenizer) -> F
     calls, reasoning = config.tool_call_parser, config.reasoning_parser
     calls_found = calls_format(card.tool_call_parser, tokenizer) if calls == AUTO else given(calls)
     family = card.reasoning_parser if fit(card.reasoning_parser, calls_found) else None
-    found = Formats(calls_found, reasoning_format(family, tokenizer) if reasoning == AUTO else given(reasoning))
-    if not fit(found.reasoning, found.tool_calls):
-        raise ConfigError(f"--reasoning-parser {found.reasoning} does not go with --tool-call-parser {found.tool_calls}")
-    log.info("--tool-call-parser %s, --reasoning-parser %s", shown(calls, found.tool_calls), shown(reasoning, found.reasoning))
-    return found
+    formats = Formats(calls_found, reasoning_format(family, tokenizer) if reasoning == AUTO else given(reasoning))
+    if not fit(formats.reasoning, formats.tool_calls):
+        raise ConfigError(f"--reasoning-parser {formats.reasoning} does not go with --tool-call-parser {formats.tool_calls}")
+    log.info("--tool-call-parser %s, --reasoning-parser %s", shown(calls, formats.tool_calls), shown(reasoning, formats.reasoning))
+    return formats
 
 
 def fit(reasoning: str | None, calls: str | None) -> bool:
     """False where the reasoning's format has calls of its own, and `calls` are others."""
-    own = None if reasoning is None else REASONINGS.get(reasoning).calls
-    return own is None or calls is None or TOOL_CALLS.get(calls) is TOOL_CALLS.get(own)
+    tool_calls = None if reasoning is None else REASONINGS.get(reasoning).calls
+    return tool_calls is None or calls is None or TOOL_CALLS.get(calls) is TOOL_CALLS.get(tool_calls)
 
 
 def given(option: str) -> str | None:
     return None if option == NONE else option
 
 
-def shown(option: str, chosen: str | None) -> str:
+def shown(option: str, name: str | None) -> str:
     if option != AUTO:
         return option
-    return f"auto: {chosen or 'none (neither the chat template nor the model family names a format)'}"
+    return f"auto: {name or 'none (neither the chat template nor the model family names a format)'}"
 
 
 def calls_format(family: str | None, tokenizer: Tokenizer) -> str | None:
@@ -69,8 +69,8 @@ def calls_format(family: str | None, tokenizer: Tokenizer) -> str | None:
         return next((format for text in written if (format := layout_of(text)) is not None), None)
     if family is None:
         return None
-    own = TOOL_CALLS.get(family)
-    return family if tokenizer.marker_id((own.tokens or own.markers)[0]) is not None else None
+    format_class = TOOL_CALLS.get(family)
+    return family if tokenizer.marker_id((format_class.tokens or format_class.markers)[0]) is not None else None
 
 
 def layout_of(text: str) -> str | None:

@@ -207,8 +207,10 @@ def requests_of(
     salt: str = "",
 ) -> list[Request]:  # fmt: skip
     """For each choice of a prompt. Their ids are the client's, a dash, and the numbers from `first` on."""
-    made = [request_of(spelling, f"{id}-{first + choice}", prompt, service.for_choice(sampling, choice), salt) for choice in range(count)]
-    return [replace(request, choices=0 if number else count) for number, request in enumerate(made)] if count > 1 else made
+    requests = [
+        request_of(spelling, f"{id}-{first + choice}", prompt, service.for_choice(sampling, choice), salt) for choice in range(count)
+    ]
+    return [replace(request, choices=0 if number else count) for number, request in enumerate(requests)] if count > 1 else requests
 
 
 async def continued(service: Service, body: ChatRequest, id: str, arrival: float, at_most: int | None = None) -> Generation:

@@ -173,8 +173,8 @@ class Service:
         sampling.check_logprobs(self.server_config.max_logprobs)
         context = self.client.card.context_length
         if (sampling.max_tokens or 0) >= context:
-            given = str(sampling.max_tokens)[:50]
-            raise ContextLengthExceeded(f"max_tokens must be below the context of {context}{self.why_less}, got {given}", "max_tokens")
+            max_tokens = str(sampling.max_tokens)[:50]
+            raise ContextLengthExceeded(f"max_tokens must be below the context of {context}{self.why_less}, got {max_tokens}", "max_tokens")
         self.check_ids(sampling.stop_token_ids, "stop_token_ids")
         self.check_ids(sampling.allowed_token_ids, "allowed_token_ids")
         self.check_ids(list(sampling.logit_bias), "logit_bias")

@@ -84,10 +84,10 @@ def single(messages: Sequence[Message]) -> Iterator[Message]:
         for number, call in enumerate(calls):
             front = message if number == 0 else {name: value for name, value in message.items() if name != "reasoning_content"}
             yield {**front, "content": message["content"] if number == 0 else "", "tool_calls": [call]}
-            own = next((each for each in results if each["tool_call_id"] == call.get("id")), None)
-            if own is not None:
-                results.remove(own)
-                yield own
+            result = next((candidate for candidate in results if candidate["tool_call_id"] == call.get("id")), None)
+            if result is not None:
+                results.remove(result)
+                yield result
         yield from results
 
 

@@ -56,9 +56,9 @@ class ToolUse:
 def tool_use(tools: Any, choice: Any, parallel: bool | None, formats: Formats, prompt_only: bool = False) -> ToolUse:
     """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. `prompt_only`: nothing will be generated. Raises InvalidRequest that names
     the place."""
-    given = definitions(tools)
-    offered = [tool(entry["function"], f"tools[{index}].function") for index, entry in enumerate(given)]
-    names = [each.name for each in offered]
+    entries = definitions(tools)
+    offered = [tool(entry["function"], f"tools[{index}].function") for index, entry in enumerate(entries)]
+    names = [definition.name for definition in offered]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise InvalidRequest(f"tools[{index}].function.name: {name!r} is there twice", f"tools[{index}].function.name")
@@ -74,7 +74,7 @@ def tool_use(tools: Any, choice: Any, parallel: bool | None, formats: Formats, p
             "tool_choice 'auto' needs to know how this model writes calls, which its chat template does not show: start the server with "
             f"--tool-call-parser ({', '.join(TOOL_CALLS.names())}), or ask for 'required' or for one tool by name", "tool_choice",
         )  # fmt: skip
-    return ToolUse(given, offered, kind, only, kind != "named" and parallel is not False)
+    return ToolUse(entries, offered, kind, only, kind != "named" and parallel is not False)
 
 
 def definitions(tools: Any) -> list[dict[str, Any]]:
@@ -135,8 +135,8 @@ def chosen(choice: Any, offered: bool) -> tuple[Literal["none", "auto", "require
 
 def call_format(use: ToolUse, formats: Formats) -> CallFormat:
     name = formats.tool_calls or (formats.reasoning and REASONINGS.get(formats.reasoning).calls)
-    made: type[CallFormat] = TOOL_CALLS.get(name) if name else Listed
-    return made(use.tools)
+    format_class: type[CallFormat] = TOOL_CALLS.get(name) if name else Listed
+    return format_class(use.tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +188,12 @@ def planned(plan: OutputPlan, sampling: SamplingParams, tokenizer: Tokenizer) ->
 
 def calls_grammar(use: ToolUse, calls: CallFormat, spell: Spell) -> str:
     """Raises InvalidRequest that names the tool whose schema cannot be enforced."""
-    wanted = [each for each in use.tools if use.only in (None, each.name)]
-    for each in wanted:
-        place = f"tools[{use.tools.index(each)}].function.parameters"
-        check_enforceable(each.parameters, place)
+    wanted = [definition for definition in use.tools if use.only in (None, definition.name)]
+    for definition in wanted:
+        place = f"tools[{use.tools.index(definition)}].function.parameters"
+        check_enforceable(definition.parameters, place)
         try:
-            calls.grammar([each], False, spell)
+            calls.grammar([definition], False, spell)
         except ValueError as error:
             raise InvalidRequest(f"{place}: {error}", place) from error
     grammar = calls.grammar(wanted, use.several, spell)

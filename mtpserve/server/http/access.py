@@ -82,8 +82,8 @@ class Keys:
         path: str = scope["path"]
         if not path.isprintable():  # a route's pattern also matches in front of a final line break
             return Refusal(404, error_body(404, f"{method_of(scope)} {path}: Not Found", code="not_found"))
-        given = digest(credentials(Headers(scope=scope)))
-        is_admin, is_known = fits(given, self.admin_keys), fits(given, self.keys)
+        key_digest = digest(credentials(Headers(scope=scope)))
+        is_admin, is_known = fits(key_digest, self.admin_keys), fits(key_digest, self.keys)
         if path in OPEN or is_admin:
             return None
         if self.keys and not is_known:
@@ -130,9 +130,9 @@ def credentials(headers: Headers) -> bytes:
     return sent.encode("latin-1")
 
 
-def fits(given: bytes, keys: list[bytes]) -> bool:
+def fits(key_digest: bytes, keys: list[bytes]) -> bool:
     """Takes as long for the first key as for the last, and as long for a near miss as for a wild guess."""
-    return sum(hmac.compare_digest(given, key) for key in keys) > 0
+    return sum(hmac.compare_digest(key_digest, key) for key in keys) > 0
 
 
 class RootPath:
@@ -162,8 +162,8 @@ class RequestLog:
             await self.app(scope, receive, send)
             return
         start, status = perf_counter(), 500
-        given = Headers(scope=scope).get("x-request-id", "")
-        id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        header_id = Headers(scope=scope).get("x-request-id", "")
+        id = header_id if REQUEST_ID.fullmatch(header_id) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = id  # for the handler of bugs, whose answer does not pass here
 
         async def named(message: Message) -> None:

@@ -133,8 +133,8 @@ def renamed(names: dict[str, str]) -> Iterator[None]:
     except InvalidRequest as error:
         if not names:
             raise
-        known = "|".join(re.escape(name) for name in names)
-        renamed_param = re.sub(rf"(?<!\w)(?:{known})(?!\w)", lambda match: names[match[0]], error.param or "")
+        pattern = "|".join(re.escape(name) for name in names)
+        renamed_param = re.sub(rf"(?<!\w)(?:{pattern})(?!\w)", lambda match: names[match[0]], error.param or "")
         if error.param is None or renamed_param == error.param:
             raise
         raise type(error)(str(error).replace(error.param, renamed_param), renamed_param) from error
@@ -144,8 +144,8 @@ async def renaming(objects: AsyncGenerator[T, None], names: dict[str, str]) -> A
     """The same while a stream is written: the engine may refuse what the route could not see."""
     with renamed(names):
         async with contextlib.aclosing(objects):
-            async for each in objects:
-                yield each
+            async for item in objects:
+                yield item
 
 
 def printable(text: str, limit: int) -> str:

@@ -29,13 +29,13 @@ class JSON(JSONResponse):
 
 def described(answers: Iterable[tuple[Any, ...]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
     """The schemas of what each route answers, which is one of the types given for it; and those that they refer to, by name."""
-    each = list(answers)
-    schemas, components = msgspec.json.schema_components([kind for kinds in each for kind in kinds], ref_template=REFERENCE)
+    route_kinds = list(answers)
+    schemas, components = msgspec.json.schema_components([kind for kinds in route_kinds for kind in kinds], ref_template=REFERENCE)
     for kind in subclasses(Rendered):
         if kind.__name__ in components:
             components[kind.__name__]["required"] = list(always_there(kind))
     rest = iter(schemas)
-    grouped = [[next(rest) for _ in kinds] for kinds in each]
+    grouped = [[next(rest) for _ in kinds] for kinds in route_kinds]
     return [group[0] if len(group) == 1 else {"anyOf": group} for group in grouped], components
 
 

@@ -50,8 +50,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             return task.result()
         raise ClientGone
     finally:
-        for each in (task, gone):
-            each.cancel()
+        for future in (task, gone):
+            future.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
@@ -66,10 +66,10 @@ async def with_pauses(objects: AsyncGenerator[T, None], seconds: float) -> Async
                 yield PAUSE
                 continue
             try:
-                each, coming = coming.result(), None
+                item, coming = coming.result(), None
             except StopAsyncIteration:
                 return
-            yield each
+            yield item
     finally:
         if coming is not None:  # the generator can only be closed once it does not run
             coming.cancel()
@@ -86,8 +86,8 @@ class EventStream(Response):
     media_type = "text/event-stream"
     last = DONE
 
-    def encoded(self, each: Any) -> bytes:
-        return event(each)
+    def encoded(self, chunk: Any) -> bytes:
+        return event(chunk)
 
     def failed(self, error: MTPServeError) -> Rendered:
         return describe(error)[1]
@@ -112,7 +112,7 @@ class EventStream(Response):
                     if not started:
                         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                         started = True
-                    body = COMMENT if isinstance(some, Pause) else b"".join([self.encoded(each) for each in some])
+                    body = COMMENT if isinstance(some, Pause) else b"".join([self.encoded(chunk) for chunk in some])
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     written += 1
                     if written % WRITES_IN_A_ROW == 0:
@@ -138,5 +138,5 @@ class NamedEventStream(EventStream):
         """Anthropic's: in OpenAI's streams of this kind a failure is an event of its own."""
         return anthropics(*describe(error))
 
-    def encoded(self, each: Any) -> bytes:
-        return f"event: {each.type}\n".encode() + event(each)
+    def encoded(self, chunk: Any) -> bytes:
+        return f"event: {chunk.type}\n".encode() + event(chunk)

@@ -114,8 +114,11 @@ class SGLang(Observer):
             ("spec_accept_rate", "Accepted share of draft tokens, lately.", rates.accept_rate),
         ]
         if stats.tier_pages_total:
-            host, most = (sum(pages.values()) * card.page_size for pages in (stats.tier_pages, stats.tier_pages_total))
-            gauges += [("hicache_host_used_tokens", "Tokens in host memory.", host), ("hicache_host_total_tokens", "Its capacity.", most)]
+            host, capacity = (sum(pages.values()) * card.page_size for pages in (stats.tier_pages, stats.tier_pages_total))
+            gauges += [
+                ("hicache_host_used_tokens", "Tokens in host memory.", host),
+                ("hicache_host_total_tokens", "Its capacity.", capacity),
+            ]
             yield from self._of_tiers(stats, card.page_size)
         yield from self.rows(counters, gauges)
 
@@ -188,13 +191,13 @@ class VLLM(Observer):
 
         def rows(kind: Family, facts: Sequence[Fact]) -> Iterable[Metric]:
             for name, help, fact in facts:
-                known = [(str(each.number), fact(each.stats)) for each in engines]
-                values = [([number], value) for number, value in known if value is not None]
+                pairs = [(str(engine.number), fact(engine.stats)) for engine in engines]
+                values = [([number], value) for number, value in pairs if value is not None]
                 if values:
                     yield self.family(kind, name, help, values, "engine")
 
         def split(name: str, help: str, label: str, parts: Parts, kind: Family = CounterMetricFamily) -> Metric:
-            values = [([str(each.number), part], value) for each in engines for part, value in parts(each.stats)]
+            values = [([str(engine.number), part], value) for engine in engines for part, value in parts(engine.stats)]
             return self.family(kind, name, help, values, "engine", label)
 
         yield from rows(CounterMetricFamily, VLLM_COUNTERS)
@@ -202,11 +205,11 @@ class VLLM(Observer):
         help = "Waiting requests; deferred: until pages that are on their way have come."
         yield split("num_requests_waiting_by_reason", help, "reason", by_reason, GaugeMetricFamily)
         steps = HistogramMetricFamily(self.prefix + "iteration_tokens_total", STEP_HELP, labels=[*self._labels, "engine"])
-        for each in engines:
-            steps.add_metric([*self._labels.values(), str(each.number)], *step_tokens(each.stats))
+        for engine in engines:
+            steps.add_metric([*self._labels.values(), str(engine.number)], *step_tokens(engine.stats))
         yield steps
         yield split("prompt_tokens_by_source", "Prompt tokens by where their KV is from.", "source", by_source)
-        pages = [((str(each.number), str(now.card.page_size), str(each.stats.pages_total)), 1) for each in engines]
+        pages = [((str(engine.number), str(now.card.page_size), str(engine.stats.pages_total)), 1) for engine in engines]
         yield self.family(GaugeMetricFamily, "cache_config_info", "The KV pool.", pages, "engine", "block_size", "num_gpu_blocks")
         # Only where they are on, as there; the disk's metrics have labels of classes there, and are left out.
         if now.stats.tier_pages_total:

@@ -111,31 +111,31 @@ class RecentHistory:
 
     def since(self, at: float) -> HistoryObject:
         """The samples after that time."""
-        last = [each for each in self._samples if each.at > at]
+        last = [sample for sample in self._samples if sample.at > at]
         return HistoryObject(
             EVERY_S,
             KEPT_S,
             self._now(),
-            [each.at for each in last],
-            [each.tokens_per_second for each in last],
-            [each.running for each in last],
-            [each.waiting for each in last],
-            [each.pages_used for each in last],
-            [each.pages_total for each in last],
-            [each.accept_length for each in last],
-            [each.cached_share for each in last],
-            [each.depth for each in last],
+            [sample.at for sample in last],
+            [sample.tokens_per_second for sample in last],
+            [sample.running for sample in last],
+            [sample.waiting for sample in last],
+            [sample.pages_used for sample in last],
+            [sample.pages_total for sample in last],
+            [sample.accept_length for sample in last],
+            [sample.cached_share for sample in last],
+            [sample.depth for sample in last],
         )
 
     def latencies(self) -> dict[str, Latency]:
         """Since the start, and since the youngest sample that is RECENT_S old, if there is one."""
         now, due = self._counts(), self._now() - RECENT_S
-        then = next((each.latencies for each in reversed(self._samples) if each.at <= due), self._started)
-        found = {}
+        then = next((sample.latencies for sample in reversed(self._samples) if sample.at <= due), self._started)
+        by_name = {}
         for name, histogram in self._latencies.items():
             recent = [count - earlier for count, earlier in zip(now[name], then[name], strict=True)]
-            found[name] = Latency(percentiles(histogram.bounds, now[name]), percentiles(histogram.bounds, recent))
-        return found
+            by_name[name] = Latency(percentiles(histogram.bounds, now[name]), percentiles(histogram.bounds, recent))
+        return by_name
 
     def _now(self) -> float:
         return self._clock() - self._began

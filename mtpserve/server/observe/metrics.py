@@ -116,8 +116,8 @@ class MTPServe(Observer):
             yield self.family(CounterMetricFamily, f"spec_{name}_tokens_by_source", help, sources, "source")
         yield from self._of_tiers(stats)
         for name, help, kind, fact in OF_ENGINES:
-            each = [([str(engine.number)], float(fact(engine))) for engine in now.engines]
-            yield self.family(kind, f"replica_{name}", help, each, "engine")
+            values = [([str(engine.number)], float(fact(engine))) for engine in now.engines]
+            yield self.family(kind, f"replica_{name}", help, values, "engine")
 
     def _of_tiers(self, stats: EngineStats) -> Iterable[Metric]:
         """Below the device; zeros where there are none."""
@@ -227,7 +227,7 @@ class Metrics:
         def scrape() -> Scrape:
             stats = client.stats()
             engines = client.engines
-            return Scrape(stats, recent.rates(stats), client.card, any(each.state == "up" for each in engines), engines)
+            return Scrape(stats, recent.rates(stats), client.card, any(engine.state == "up" for engine in engines), engines)
 
         kinds = (MTPServe, *(OBSERVERS[name] for name in dialects))
         self.observers: list[Observer] = [kind(self.registry, scrape, client.card.name, len(client.engines)) for kind in kinds]

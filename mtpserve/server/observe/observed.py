@@ -223,26 +223,26 @@ class Observer(Collector):
                 histogram.observe(measured, engine=seen.engine)
 
     def histogram(self, name: str, help: str, buckets: Sequence[float]) -> LoopHistogram:
-        made = self.histograms[name] = LoopHistogram(self.prefix + name, help, buckets, self._registry, self._rows)
-        return made
+        loop_histogram = self.histograms[name] = LoopHistogram(self.prefix + name, help, buckets, self._registry, self._rows)
+        return loop_histogram
 
     def counter(self, name: str, help: str, **values: Sequence[str]) -> Callable[..., Counter]:
         """Of the values of further labels; those given exist from the start."""
-        made = Counter(self.prefix + name, help, [*self._labels, *values], registry=self._registry)
+        metric = Counter(self.prefix + name, help, [*self._labels, *values], registry=self._registry)
 
-        def child(*own: str) -> Counter:
-            return made.labels(*self._labels.values(), *own)
+        def child(*label_values: str) -> Counter:
+            return metric.labels(*self._labels.values(), *label_values)
 
-        for own in product(*values.values()):
-            child(*own)
+        for combination in product(*values.values()):
+            child(*combination)
         return child
 
     def family(self, kind: Family, name: str, help: str, values: Iterable[tuple[Sequence[str], float]], *labels: str) -> Metric:
         """Each value with those of the further `labels`."""
-        made = kind(self.prefix + name, help, labels=[*self._labels, *labels])
-        for own, value in values:
-            made.add_metric([*self._labels.values(), *own], value)
-        return made
+        metric = kind(self.prefix + name, help, labels=[*self._labels, *labels])
+        for label_values, value in values:
+            metric.add_metric([*self._labels.values(), *label_values], value)
+        return metric
 
     def rows(self, counters: Iterable[Row], gauges: Iterable[Row]) -> Iterator[Metric]:
         for kind, rows in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):

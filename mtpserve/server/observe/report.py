@@ -19,8 +19,8 @@ def line(before: EngineStats, now: EngineStats, seconds: float, synthetic: str |
     prompt = (now.prompt_tokens_total - before.prompt_tokens_total) / seconds
     share = 100 * now.page_share
     text = f"running {now.running}  waiting {now.waiting}  pages {now.pages_used}/{now.pages_total} ({share:.0f} %)"
-    for tier, most in now.tier_pages_total.items():
-        text += f"  {tier} {now.tier_pages.get(tier, 0)}/{most} pages"
+    for tier, total in now.tier_pages_total.items():
+        text += f"  {tier} {now.tier_pages.get(tier, 0)}/{total} pages"
     text += f"  prompt {prompt:.1f} tok/s"
     cached = cached_share(now, before)
     if cached is not None:

@@ -71,8 +71,8 @@ class ChoiceWriter(ABC):
 
     def __post_init__(self) -> None:
         tokenizer = self.choice.service.tokenizer
-        own, general = self.body.return_tokens_as_token_ids, self.choice.service.server_config.return_tokens_as_token_ids
-        self.names = ById(tokenizer) if (general if own is None else own) else tokenizer
+        override, general = self.body.return_tokens_as_token_ids, self.choice.service.server_config.return_tokens_as_token_ids
+        self.names = ById(tokenizer) if (general if override is None else override) else tokenizer
         self._offsets = Offsets(tokenizer, self.echo or "", self.choice.request.sampling.skip_special_tokens)
         self._trace = Trace(tokenizer)
         body, scored = self.body, self.body.top_logprobs_wanted is not None or self.body.prompt_logprobs is not None
@@ -207,8 +207,8 @@ class Answer:
 
     async def whole(self) -> CompletionObject | ChatObject:
         async for steps in self.generation.steps():
-            for each in steps:
-                self._add(*each)
+            for step in steps:
+                self._add(*step)
         answered_with = self._answered_with()
         choices: Any = [writer.whole() for writer in answered_with]
         fields = self._id | self._prompt_ids | answered_with[0].beside | answered(self.generation.choices[0].offer)
@@ -221,16 +221,16 @@ class Answer:
             return self.writers
         groups = [self.writers[first : first + generated] for first in range(0, len(self.writers), generated)]
         ranked = [sorted(group, key=lambda writer: -writer.choice.mean_logprob)[:wanted] for group in groups]
-        chosen = [writer for group in ranked for writer in group]
-        for index, writer in enumerate(chosen):
+        writers = [writer for group in ranked for writer in group]
+        for index, writer in enumerate(writers):
             writer.index = index
-        return chosen
+        return writers
 
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
         """Chunks for each step that completed some text; the last one of a choice has its finish_reason, the very last one the usage."""
         async with contextlib.aclosing(self.generation.steps()) as batches:
             async for steps in batches:
-                if chunks := [chunk for each in steps for chunk in self._step_chunks(*each)]:
+                if chunks := [chunk for step in steps for chunk in self._step_chunks(*step)]:
                     yield chunks
         if self._with_usage:
             yield [Chunk(**self._head, choices=[], usage=self.usage.object())]

@@ -69,9 +69,9 @@ async def completions(request: Request, service: Served, body: CompletionRequest
             written = isinstance(prompt, str) and len(ids) == whole
             by_id = not isinstance(prompt, str)  # then special tokens are the client's own
             echo = str(prompt) if written else service.tokenizer.decode(ids, skip_special_tokens=skip and not by_id)
-        own = replace(sampling, max_tokens=max_tokens)
-        requests = requests_of(service, spelling, id, ids, own, body.generated, first=len(choices), salt=body.salt)
-        choices += [Choice(service, handover.of(each, number), scores_only=body.max_tokens == 0) for each in requests]
+        params = replace(sampling, max_tokens=max_tokens)
+        requests = requests_of(service, spelling, id, ids, params, body.generated, first=len(choices), salt=body.salt)
+        choices += [Choice(service, handover.of(choice_request, number), scores_only=body.max_tokens == 0) for choice_request in requests]
         echoes += [echo] * body.generated
     generation = Generation(service, choices, arrival, body.timeout, bool(body.stream))
     return await Answer(id, body, generation, CompletionWriter, echoes).respond(request)

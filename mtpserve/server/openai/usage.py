@@ -87,10 +87,10 @@ class Usage:
         if not proposal.tokens:
             return
         self.draft_tokens += len(proposal.tokens)
-        kept = step.kept
-        self.accepted_tokens += len(kept)
+        accepted_nodes = step.kept
+        self.accepted_tokens += len(accepted_nodes)
         self.predicted += proposal.sources.count(PREDICTION)
-        self.predicted_accepted += sum(proposal.sources[node - 1] == PREDICTION for node in kept)
+        self.predicted_accepted += sum(proposal.sources[node - 1] == PREDICTION for node in accepted_nodes)
 
     def object(self) -> UsageObject:
         reasoning_tokens = sum(choice.reasoning_tokens for choice in self.choices)
@@ -116,10 +116,13 @@ class Trace:
 
     def step(self, step: StepOutput) -> TraceStep:
         proposal: Proposal = step.proposal
-        kept, tokenizer = set(step.kept), self._tokenizer
+        accepted_nodes, tokenizer = set(step.kept), self._tokenizer
         nodes = enumerate(zip(proposal.tokens, proposal.parents, proposal.sources, strict=True), 1)
         return TraceStep(
             step.tokens,
             [self._decoder.decode(tokenizer.token_bytes(token)) for token in step.tokens],
-            [Proposed(token, tokenizer.token_text(token), parent, source, node in kept) for node, (token, parent, source) in nodes],
+            [
+                Proposed(token, tokenizer.token_text(token), parent, source, node in accepted_nodes)
+                for node, (token, parent, source) in nodes
+            ],
         )

@@ -122,7 +122,8 @@ async def stats(request: Request) -> Response:
         stats=counted,
         tiers=tiers(counted),
         engines=[
-            EngineRow(each.number, each.state, each.restarts_total, each.reason or None, each.stats) for each in service.client.engines
+            EngineRow(engine.number, engine.state, engine.restarts_total, engine.reason or None, engine.stats)
+            for engine in service.client.engines
         ],
         recent_s=RECENT_S,
         latency=service.history.latencies(),

@@ -35,10 +35,10 @@ def whole(value: Any, depth: int = 0) -> Any:
     if depth > MAX_DEPTH or not isinstance(value, dict | list):
         return value
     keys = value.keys() if isinstance(value, dict) else range(len(value))
-    changed = {key: made for key in keys if (made := whole(value[key], depth + 1)) is not value[key]}
+    changed = {key: result for key in keys if (result := whole(value[key], depth + 1)) is not value[key]}
     if not changed:
         return value
-    return value | changed if isinstance(value, dict) else [changed.get(index, each) for index, each in enumerate(value)]
+    return value | changed if isinstance(value, dict) else [changed.get(index, item) for index, item in enumerate(value)]
 
 
 class Strict(BaseModel):
@@ -56,9 +56,9 @@ class Strict(BaseModel):
         try:
             return handler(body)
         except ValidationError:
-            if (made := whole(body)) is body:
+            if (result := whole(body)) is body:
                 raise
-            return handler(made)
+            return handler(result)
 
     @model_validator(mode="before")
     @classmethod
@@ -81,8 +81,8 @@ class Salted(Strict):
     @property
     def salt(self) -> str:
         """No two pairs give the same one: a gateway may set one of the values, and leave the other to its clients."""
-        given = (self.cache_salt, self.extra_key or None)
-        return json.dumps(given) if any(given) else ""
+        salts = (self.cache_salt, self.extra_key or None)
+        return json.dumps(salts) if any(salts) else ""
 
 
 SAID: set[str] = set()

@@ -33,17 +33,17 @@ def refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def texts(field: str, given: Sequence[str]) -> tuple[str, ...]:
-    for text in given:
+def texts(field: str, values: Sequence[str]) -> tuple[str, ...]:
+    for text in values:
         check_text(text, field)
-    return tuple(given)
+    return tuple(values)
 
 
-def biases(given: dict[str, float]) -> dict[int, float]:
-    if len(given) > MAX_BIASED:  # megabytes of them would block the event loop
-        raise InvalidRequest(f"logit_bias must be at most {MAX_BIASED} entries, got {len(given)}", "logit_bias")
+def biases(logit_bias: dict[str, float]) -> dict[int, float]:
+    if len(logit_bias) > MAX_BIASED:  # megabytes of them would block the event loop
+        raise InvalidRequest(f"logit_bias must be at most {MAX_BIASED} entries, got {len(logit_bias)}", "logit_bias")
     by_token: dict[int, float] = {}
-    for token, bias in given.items():
+    for token, bias in logit_bias.items():
         if not token.isascii() or not token.isdigit() or len(token) > MAX_ID_DIGITS:
             raise InvalidRequest(f"logit_bias must have token ids as keys, got {token[:50]!r}", "logit_bias")
         if not -MAX_BIAS <= bias <= MAX_BIAS:
@@ -68,10 +68,10 @@ def predicted(prediction: dict[str, Any] | None) -> str:
     return content
 
 
-def custom(given: dict[str, Any]) -> dict[str, Any]:
+def custom(params: dict[str, Any]) -> dict[str, Any]:
     """They travel to the engine's process as msgpack, which has no numbers beyond 64 bits and no broken Unicode."""
     try:
-        msgspec.msgpack.encode(given)
+        msgspec.msgpack.encode(params)
     except (ValueError, OverflowError, RecursionError) as error:
         raise InvalidRequest(f"custom_params cannot be handed on: {str(error)[:200]}", "custom_params") from error
-    return given
+    return params

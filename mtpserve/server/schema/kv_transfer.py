@@ -91,15 +91,15 @@ NOTHING = Handover()
 def handover_of(body: TransferFields, config: DisaggregationConfig, engines: int) -> Handover:
     """`engines`: of this server. Raises InvalidRequest with the field, and Unsupported where this node takes no part in such a split."""
     params = body.kv_transfer_params
-    asked = params is not None and bool(params.do_remote_decode or params.do_remote_prefill)
-    if not asked and body.bootstrap_room is None:
+    has_params = params is not None and bool(params.do_remote_decode or params.do_remote_prefill)
+    if not has_params and body.bootstrap_room is None:
         return NOTHING
-    field = PARAMS if asked else "bootstrap_room"
-    if asked and body.bootstrap_room is not None:
+    field = PARAMS if has_params else "bootstrap_room"
+    if has_params and body.bootstrap_room is not None:
         raise InvalidRequest(f"{PARAMS} and bootstrap_room say the same thing: give one of them", "bootstrap_room")
     if config.role is None:
         raise Unsupported(f"{field} needs a server with --disaggregation-mode: leave it out", field)
-    return _by_room(body, config, engines) if params is None or not asked else _by_params(params, config)
+    return _by_room(body, config, engines) if params is None or not has_params else _by_params(params, config)
 
 
 def _by_params(params: KVTransferParams, config: DisaggregationConfig) -> Handover:
@@ -113,8 +113,8 @@ def _by_params(params: KVTransferParams, config: DisaggregationConfig) -> Handov
         raise InvalidRequest(f"{PARAMS}.do_remote_prefill needs a node with --disaggregation-mode decode", PARAMS)
     host, port, name = params.remote_host, params.remote_port, params.remote_request_id
     if host is None or port is None or name is None:
-        given = {"remote_host": host, "remote_port": port, "remote_request_id": name}
-        missing = ", ".join(field for field, value in given.items() if value is None)
+        fields = {"remote_host": host, "remote_port": port, "remote_request_id": name}
+        missing = ", ".join(field for field, value in fields.items() if value is None)
         raise InvalidRequest(f"{PARAMS}: {missing} is missing: it is in the prefill node's answer", PARAMS)
     return Handover(name, source=PageSource(_trusted(config, host, PARAMS), port, ""))
 
@@ -134,8 +134,8 @@ def _by_room(body: TransferFields, config: DisaggregationConfig, engines: int) -
     return Handover(name, source=PageSource(_trusted(config, host, "bootstrap_host"), port, "", waits=True))
 
 
-def _first(given: Any) -> Any:
-    return (given[0] if given else None) if isinstance(given, list) else given
+def _first(value: Any) -> Any:
+    return (value[0] if value else None) if isinstance(value, list) else value
 
 
 def _trusted(config: DisaggregationConfig, host: str, field: str) -> str:

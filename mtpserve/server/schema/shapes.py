@@ -98,7 +98,7 @@ def needs(name: str, flag: str, unless: Schema = NULL) -> Schema:
 
 def described(schema: Schema, cls: type[Any]) -> None:
     """For pydantic's `json_schema_extra`: `schema` is what it made of the class's types."""
-    shapes: dict[str, Schema] = {name: value for each in inherited(cls, "shapes") for name, value in each.items()}
+    shapes: dict[str, Schema] = {name: value for part in inherited(cls, "shapes") for name, value in part.items()}
     properties: dict[str, Schema] = schema.setdefault("properties", {})
     for name, field in properties.items():
         field.pop("title", None)
@@ -108,14 +108,14 @@ def described(schema: Schema, cls: type[Any]) -> None:
     if (column := getattr(cls, "column", None)) is not None:
         for name, values in REFUSED[column].items():
             properties[name] = {"enum": list(values), "description": NOT_SUPPORTED}
-    if rules := [rule for each in inherited(cls, "rules") for rule in each]:
+    if rules := [rule for part in inherited(cls, "rules") for rule in part]:
         schema["allOf"] = rules
     if cls.__name__ in EXAMPLES:
         schema["examples"] = [EXAMPLES[cls.__name__]]
 
 
 def inherited(cls: type[Any], name: str) -> Iterator[Any]:
-    return (vars(each)[name] for each in reversed(cls.__mro__) if name in vars(each))
+    return (vars(base)[name] for base in reversed(cls.__mro__) if name in vars(base))
 
 
 def add(field: Schema, shape: Schema) -> None:

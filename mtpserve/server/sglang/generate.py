@@ -153,14 +153,14 @@ async def choices_of(service: Service, body: NativeRequest, params: Sequence[Sam
     handover = service.handover(body)
     context = service.client.card.context_length
     for number, (prompt, sampling, wanted) in enumerate(zip(body.prompts, params, body.wanted(), strict=True)):
-        spelling, given = await service.spelling(sampling), sampling.max_tokens
+        spelling, max_tokens = await service.spelling(sampling), sampling.max_tokens
         if isinstance(prompt, str):
             ids = await service.encode(prompt, body.field, special=True)
         else:
             ids = prompt
             service.check_ids(ids[:context], body.field)
-        service.check_length(ids, given, body.field)
-        limit = min(DEFAULT_MAX_TOKENS, context - len(ids)) if given is None else given
+        service.check_length(ids, max_tokens, body.field)
+        limit = min(DEFAULT_MAX_TOKENS, context - len(ids)) if max_tokens is None else max_tokens
         one = replace(sampling, max_tokens=limit, prompt_logprobs=sampling.logprobs if wanted.scores(ids) else None)
         rid = body.rid[number] if isinstance(body.rid, list) else body.rid
         id = rid or uuid.uuid4().hex
@@ -168,8 +168,8 @@ async def choices_of(service: Service, body: NativeRequest, params: Sequence[Sam
         requests = requests_of(service, spelling, id, ids, one, body.choices, salt=body.salt)
         scores_only, texts = wanted.sampling.scores_only, bool(body.return_text_in_logprobs)
         choices += [
-            NativeChoice(id, Choice(service, handover.of(each, number), scores_only=scores_only), wanted, texts, arrival)
-            for each in requests
+            NativeChoice(id, Choice(service, handover.of(choice_request, number), scores_only=scores_only), wanted, texts, arrival)
+            for choice_request in requests
         ]
     return choices
 
@@ -181,13 +181,13 @@ async def generate(request: Request, service: Served, body: NativeRequest) -> Re
     body.check()
     with renamed(RENAMED):
         params = [params_of(service, wanted, body.priority or 0) for wanted in body.wanted()]
-        made = await choices_of(service, body, params, arrival)
-    generation = Generation(service, [each.choice for each in made], arrival, body.timeout, bool(body.stream))
+        native_choices = await choices_of(service, body, params, arrival)
+    generation = Generation(service, [native.choice for native in native_choices], arrival, body.timeout, bool(body.stream))
     several = body.listed or body.choices > 1
 
     def chunk(index: int, step: StepOutput) -> Generated:
-        made[index].add(step)
-        grown = made[index].object()
+        native_choices[index].add(step)
+        grown = native_choices[index].object()
         grown.index = index if several else UNSET
         return grown
 
@@ -199,8 +199,8 @@ async def generate(request: Request, service: Served, body: NativeRequest) -> Re
     async def whole() -> list[Generated]:
         async for steps in generation.steps():
             for index, step, _ in steps:
-                made[index].add(step)
-        return [each.object() for each in made]
+                native_choices[index].add(step)
+        return [native.object() for native in native_choices]
 
     if body.stream:
         return EventStream(renaming(chunks(), RENAMED), service.server_config.sse_keep_alive_interval)

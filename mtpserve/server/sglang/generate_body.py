@@ -63,7 +63,7 @@ class NativeSampling(Strict):
     def params(self, defaults: dict[str, float | int]) -> SamplingParams:
         """Raises InvalidRequest with the names of SamplingParams, which are SGLang's but for three."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-        chosen: dict[str, Any] = defaults | {name: value for name in names if (value := getattr(self, name)) is not None}
+        options: dict[str, Any] = defaults | {name: value for name in names if (value := getattr(self, name)) is not None}
         form = {"json_schema": self.json_schema, "regex": self.regex, "ebnf": self.ebnf}
         if self.structural_tag is not None:
             form["structured_outputs"] = {"structural_tag": self.structural_tag}  # type: ignore[assignment]
@@ -79,7 +79,7 @@ class NativeSampling(Strict):
             grammar=constraint(form),
             logit_bias=biases(self.logit_bias or {}),
             custom_params=custom(self.custom_params or {}),
-            **chosen,
+            **options,
         )
 
 
@@ -99,7 +99,7 @@ class Wanted:
 def one_or_several(value: Any, _: ValidatorFunctionWrapHandler) -> NativeSampling | list[NativeSampling] | None:
     """Errors name a field of the object that was given, and not of each that the union allows."""
     if isinstance(value, list):
-        return [NativeSampling.model_validate(each) for each in value]
+        return [NativeSampling.model_validate(item) for item in value]
     return None if value is None else NativeSampling.model_validate(value)
 
 
@@ -144,9 +144,9 @@ class NativeRequest(Salted, TransferFields):
         if isinstance(self.rid, list) and (len(set(self.rid)) != len(self.rid) or len(self.rid) != count or not self.listed):
             raise InvalidRequest(f"rid must be one id, or one for each of {count} prompts in a list, all different", "rid")
         for name in PER_PROMPT:
-            given = getattr(self, name)
-            if isinstance(given, list) and (len(given) != count or not self.listed):
-                raise InvalidRequest(f"{name} must be one value, or one for each of {count} prompts in a list, got {len(given)}", name)
+            value = getattr(self, name)
+            if isinstance(value, list) and (len(value) != count or not self.listed):
+                raise InvalidRequest(f"{name} must be one value, or one for each of {count} prompts in a list, got {len(value)}", name)
         for wanted in self.wanted():
             if wanted.scored_from < -1:
                 raise InvalidRequest(f"logprob_start_len must be at least -1, got {wanted.scored_from}", "logprob_start_len")
@@ -158,11 +158,11 @@ class NativeRequest(Salted, TransferFields):
     def wanted(self) -> list[Wanted]:
         """With each prompt."""
         count = len(self.prompts)
-        given = [getattr(self, name) for name in PER_PROMPT]
-        each = zip(*(values if isinstance(values, list) else [values] * count for values in given), strict=True)
+        columns = [getattr(self, name) for name in PER_PROMPT]
+        rows = zip(*(values if isinstance(values, list) else [values] * count for values in columns), strict=True)
         return [
             Wanted(sampling or NativeSampling(), bool(logprobs), -1 if start is None else start, top or 0)
-            for sampling, logprobs, start, top in each
+            for sampling, logprobs, start, top in rows
         ]
 
     @property
@@ -172,8 +172,8 @@ class NativeRequest(Salted, TransferFields):
     @property
     def choices(self) -> int:
         """Of each prompt."""
-        given = self.sampling_params[:1] if isinstance(self.sampling_params, list) else [self.sampling_params]
-        return next((one.n for one in given if one is not None and one.n is not None), 1)
+        params = self.sampling_params[:1] if isinstance(self.sampling_params, list) else [self.sampling_params]
+        return next((one.n for one in params if one is not None and one.n is not None), 1)
 
     @property
     def listed(self) -> bool:
@@ -182,7 +182,7 @@ class NativeRequest(Salted, TransferFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        given: Any = self.text if self.text is not None else self.input_ids
-        if not given:
+        raw_prompts: Any = self.text if self.text is not None else self.input_ids
+        if not raw_prompts:
             raise InvalidRequest(f"{self.field} is empty", self.field)
-        return list(given) if self.listed else [given]
+        return list(raw_prompts) if self.listed else [raw_prompts]

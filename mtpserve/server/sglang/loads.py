@@ -86,25 +86,25 @@ async def loads(service: Served, dp_rank: Rank | None = None) -> Response:
     engines, card = service.client.engines, service.client.card
     if dp_rank is not None and not 0 <= dp_rank < len(engines):
         raise InvalidRequest(f"dp_rank must be in [0, {len(engines) - 1}], got {dp_rank}", "dp_rank")
-    found = [load_of(each, card) for each in engines if each.state == "up" and dp_rank in (None, each.number)]
+    engine_loads = [load_of(engine, card) for engine in engines if engine.state == "up" and dp_rank in (None, engine.number)]
     total = TotalLoad(
-        total_running_reqs=sum(each.num_running_reqs for each in found),
-        total_waiting_reqs=sum(each.num_waiting_reqs for each in found),
-        total_reqs=sum(each.num_total_reqs for each in found),
-        total_tokens=sum(each.num_used_tokens for each in found),
-        avg_token_usage=round(sum(each.token_usage for each in found) / max(1, len(found)), 4),
+        total_running_reqs=sum(load.num_running_reqs for load in engine_loads),
+        total_waiting_reqs=sum(load.num_waiting_reqs for load in engine_loads),
+        total_reqs=sum(load.num_total_reqs for load in engine_loads),
+        total_tokens=sum(load.num_used_tokens for load in engine_loads),
+        avg_token_usage=round(sum(load.token_usage for load in engine_loads) / max(1, len(engine_loads)), 4),
     )
-    return JSON(Loads(datetime.fromtimestamp(int(time()), UTC).isoformat(), __version__, len(engines), found, total))
+    return JSON(Loads(datetime.fromtimestamp(int(time()), UTC).isoformat(), __version__, len(engines), engine_loads, total))
 
 
 async def get_load(service: Served) -> Response:
     """The same in SGLang's older form."""
     service.check_ready()
     card = service.client.card
-    engines = [each for each in service.client.engines if each.state == "up"]
+    engines = [engine for engine in service.client.engines if engine.state == "up"]
     return JSON(
         [
-            OneLoad(each.number, each.stats.running + each.stats.waiting, each.stats.waiting, used_tokens(each.stats, card))
-            for each in engines
+            OneLoad(engine.number, engine.stats.running + engine.stats.waiting, engine.stats.waiting, used_tokens(engine.stats, card))
+            for engine in engines
         ]
     )

@@ -39,7 +39,7 @@ def up_to(name: str, marker: str, spell: Spell, *rest: str, before: str = "") ->
     return f"{name}: {name}_text {after}\n{name}_text[suffix={text(before + marker)}]: {ANYTHING}\n"
 
 
-def calls_of(each: Sequence[str], several: bool, *, begin: str = "", between: str = '""', end: str = "", rules: str = "") -> str:
-    """The rule `calls`. `each`: one expression per tool, a call of it; `rules`: the rules that these refer to."""
+def calls_of(expressions: Sequence[str], several: bool, *, begin: str = "", between: str = '""', end: str = "", rules: str = "") -> str:
+    """The rule `calls`. `expressions`: one expression per tool, a call of it; `rules`: the rules that these refer to."""
     more = f" ({between} call)*" if several else ""
-    return f"calls: {begin} call{more} {end}\ncall: {' | '.join(f'({one})' for one in each)}\n{rules}"
+    return f"calls: {begin} call{more} {end}\ncall: {' | '.join(f'({one})' for one in expressions)}\n{rules}"

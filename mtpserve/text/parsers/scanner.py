@@ -117,10 +117,10 @@ class Scanner:
             taken += self.take(1)
         return taken
 
-    def until(self, markers: Sequence[str], passed: Callable[[str], None], hold: str = "", most: int = MAX_BLANKS) -> Reading[str]:
+    def until(self, markers: Sequence[str], passed: Callable[[str], None], hold: str = "", max_blanks: int = MAX_BLANKS) -> Reading[str]:
         """Takes text up to the first marker and passes it to `passed` piece by piece → that marker, or "" at the end of all text.
 
-        The marker is not taken, and neither are up to `most` characters of `hold` right before it or before the end. No marker may
+        The marker is not taken, and neither are up to `max_blanks` characters of `hold` right before it or before the end. No marker may
         contain another, so that the one that begins first is also complete first.
         """
         while True:
@@ -128,7 +128,7 @@ class Scanner:
             keep = 0 if self.ended or places else max((overlap(self.text, marker) for marker in markers), default=0)
             end, marker = min(places) if places else (len(self.text) - keep, "")
             if hold:
-                end = max(len(self.text[:end].rstrip(hold)), end - most)
+                end = max(len(self.text[:end].rstrip(hold)), end - max_blanks)
             if end:
                 passed(self.take(end))
             if marker or self.ended:

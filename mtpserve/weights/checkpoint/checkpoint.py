@@ -121,8 +121,8 @@ def _all_files(directory: Path) -> dict[str, TensorEntry]:
 def read_header(path: Path) -> Mapping[str, TensorEntry]:
     """Names, dtypes and offsets of a file's tensors, checked against its length. Raises LoadError."""
     try:
-        found = path.stat()
-        return _header(path, found.st_size, found.st_mtime_ns, found.st_ino)
+        file_stat = path.stat()
+        return _header(path, file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ino)
     except OSError as error:
         raise LoadError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -90,15 +90,15 @@ def gguf_entries(path: Path) -> Iterator[tuple[str, GGUFEntry]]:
         if len(shape) != 3:
             raise LoadError(f"{path}: {tensor.name} must have three dimensions, the experts' number first, got {list(shape)}")
         for expert in range(shape[0]):
-            each = size // shape[0]
-            yield name.format(expert), GGUFEntry(path, dtype, shape[1:], tensor.start + expert * each, each)
+            expert_size = size // shape[0]
+            yield name.format(expert), GGUFEntry(path, dtype, shape[1:], tensor.start + expert * expert_size, expert_size)
 
 
 def _name(layout: GGUFLayout, name: str) -> str:
     """A name that the layout does not know stays, and no rule matches it."""
-    if (found := IN_LAYER.fullmatch(name)) is None:
+    if (match := IN_LAYER.fullmatch(name)) is None:
         return OUTSIDE.get(name, name)
-    layer, part, end = found.groups()
+    layer, part, end = match.groups()
     whole = layout.names.get(f"{part}.{end}")
     if whole is None:
         whole = f"{layout.names[part]}.{end}" if part in layout.names else None
@@ -106,12 +106,12 @@ def _name(layout: GGUFLayout, name: str) -> str:
 
 
 def _heads(header: GGUFHeader, layout: GGUFLayout, name: str) -> int | None:
-    found = IN_LAYER.fullmatch(name)
-    if not layout.paired or found is None or found[2] not in PAIRED:
+    match = IN_LAYER.fullmatch(name)
+    if not layout.paired or match is None or match[2] not in PAIRED:
         return None
     start = header.get("general.architecture", str) + "."
     heads = header.get(start + PAIRED["attn_q"], int)
-    return header.get(start + PAIRED[found[2]], int, heads)
+    return header.get(start + PAIRED[match[2]], int, heads)
 
 
 def _stored(header: GGUFHeader, tensor: GGUFTensor) -> tuple[str, int]:

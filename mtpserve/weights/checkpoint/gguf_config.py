@@ -130,13 +130,15 @@ def _llama3(header: GGUFHeader, theta: float, dim: int, tensor: GGUFTensor) -> d
         raise LoadError(f"{header.path}: {tensor.name} must be {pairs} numbers in float32")
     with header.path.open("rb") as file:
         file.seek(tensor.start)
-        found = struct.unpack(f"<{pairs}f", file.read(4 * pairs))
-    scaling = {"rope_type": "llama3", "factor": shortest(max(found)), **LLAMA3}
+        factors = struct.unpack(f"<{pairs}f", file.read(4 * pairs))
+    scaling = {"rope_type": "llama3", "factor": shortest(max(factors)), **LLAMA3}
     wavelengths = [2 * math.pi * theta ** (2 * pair / dim) for pair in range(pairs)]
-    known = (math.isclose(own, llama3_factor(wave, scaling), rel_tol=1e-3) for own, wave in zip(found, wavelengths, strict=True))
-    if not (min(found) > 0 and all(known)):
-        given = ", ".join(f"{name} = {value:g}" for name, value in LLAMA3.items())
-        raise UnsupportedModel(f"{header.path}: {tensor.name} is not supported; supported: the factors of Llama 3's scaling with {given}")
+    matches = (math.isclose(factor, llama3_factor(wave, scaling), rel_tol=1e-3) for factor, wave in zip(factors, wavelengths, strict=True))
+    if not (min(factors) > 0 and all(matches)):
+        constants = ", ".join(f"{name} = {value:g}" for name, value in LLAMA3.items())
+        raise UnsupportedModel(
+            f"{header.path}: {tensor.name} is not supported; supported: the factors of Llama 3's scaling with {constants}"
+        )
     return scaling
 
 

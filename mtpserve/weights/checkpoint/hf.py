@@ -33,10 +33,10 @@ def read_config(directory: str | Path) -> HFConfig:
         raise LoadError(f"{directory}: no config.json in this directory")
     config = _read_object(path)
     # What sees pictures has the text model's keys in a section of their own.
-    found = HFConfig(path, config.values | config.section("text_config").values)
+    text_config = HFConfig(path, config.values | config.section("text_config").values)
     # Where layers are listed block by block, newer versions of transformers do not count them.
-    blocks = found.raw("layers_block_type")
-    return found.with_default("num_hidden_layers", len(blocks)) if isinstance(blocks, list) else found
+    blocks = text_config.raw("layers_block_type")
+    return text_config.with_default("num_hidden_layers", len(blocks)) if isinstance(blocks, list) else text_config
 
 
 def _read_object(path: Path) -> HFConfig:

@@ -33,18 +33,18 @@ def fetched(config: EngineConfig, download: bool = True, headers: Path | None = 
     """
     model, spec = config.model, config.spec
     where = (model.revision, model.download_dir, download, headers)
-    found = gguf_file(model.model)
+    local_path = gguf_file(model.model)
     if is_id(model.model):
-        found = directory_of(model.model, TOKENIZER if model.load_format == "dummy" else WEIGHTS, *where)
-    if found is not None:
-        model = replace(model, model=found, served_model_name=model.names)
+        local_path = directory_of(model.model, TOKENIZER if model.load_format == "dummy" else WEIGHTS, *where)
+    if local_path is not None:
+        model = replace(model, model=local_path, served_model_name=model.names)
     if model.tokenizer is not None:
         text = directory_of(model.tokenizer, TOKENIZER, None, *where[1:3], None) if is_id(model.tokenizer) else gguf_file(model.tokenizer)
         model = replace(model, tokenizer=text or model.tokenizer)
     if (draft := spec.checkpoint) is not None:
         files = TOKENIZER if model.load_format == "dummy" else WEIGHTS
-        found = directory_of(draft, files, None, *where[1:3], None) if is_id(draft) else gguf_file(draft)
-        spec = spec.with_checkpoint(found or str(ModelConfig(model=draft).directory))
+        local_path = directory_of(draft, files, None, *where[1:3], None) if is_id(draft) else gguf_file(draft)
+        spec = spec.with_checkpoint(local_path or str(ModelConfig(model=draft).directory))
     return replace(config, model=model, spec=spec)
 
 
@@ -58,11 +58,11 @@ def directory_of(name: str, files: tuple[str, ...], revision: str | None, cache:
 
     if headers is not None and not is_offline_mode():
         with suppress(LocalEntryNotFoundError):
-            kept: str = snapshot_download(
+            snapshot: str = snapshot_download(
                 name, revision=revision, cache_dir=cache, allow_patterns=list(files), ignore_patterns=BELOW, local_files_only=True
             )
-            if any(file.suffix == ".safetensors" for file in Path(kept).iterdir()):
-                return kept
+            if any(file.suffix == ".safetensors" for file in Path(snapshot).iterdir()):
+                return snapshot
     try:
         if headers is not None and not is_offline_mode():
             return read_headers(name, revision, headers / name.replace("/", "--"))
@@ -98,7 +98,7 @@ def read_headers(name: str, revision: str | None, directory: Path) -> str:
 
     info = HfApi().model_info(name, revision=revision or "main")
     directory.mkdir(parents=True, exist_ok=True)
-    for file in (each.rfilename for each in info.siblings or [] if "/" not in each.rfilename):
+    for file in (sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename):
         if fnmatch(file, "*.json") and not fnmatch(file, "tokenizer*") and file != "vocab.json":
             data, size = part(file, WHOLE)
         elif file.endswith(".safetensors"):

@@ -28,17 +28,17 @@ class ResponseInput:
     items: list[objects.ListedItem]
 
 
-def given(before: Stored | None, own: str | list[InputItem]) -> ResponseInput:
+def given(before: Stored | None, new_input: str | list[InputItem]) -> ResponseInput:
     """`before`: the response that this one goes on from. Raises InvalidRequest."""
     if before is None:
-        return ResponseInput(messages_of(own), list(listed(own, set())))
-    known = [*before.items, *map(answered, before.object.output)]
-    return ResponseInput([*before.conversation, *messages_of(own)], [*known, *listed(own, {item.id for item in known})])
+        return ResponseInput(messages_of(new_input), list(listed(new_input, set())))
+    history = [*before.items, *map(answered, before.object.output)]
+    return ResponseInput([*before.conversation, *messages_of(new_input)], [*history, *listed(new_input, {item.id for item in history})])
 
 
-def listed(own: str | list[InputItem], taken: set[str]) -> Iterator[objects.ListedItem]:
+def listed(new_input: str | list[InputItem], taken: set[str]) -> Iterator[objects.ListedItem]:
     """Under the ids that the client gave them, where no item before has them already."""
-    for item in [InputItem(role="user", content=own)] if isinstance(own, str) else own:
+    for item in [InputItem(role="user", content=new_input)] if isinstance(new_input, str) else new_input:
         id = item.id if item.id and item.id not in taken else f"{PREFIXES[item.type]}_{uuid.uuid4().hex}"
         taken.add(id)
         yield listed_item(item, id)

@@ -203,7 +203,7 @@ async def events(answer: ResponseAnswer) -> AsyncGenerator[list[objects.Response
                 if not started:
                     started, empty = True, answer.object()
                     opening = [writer.event("created", response=empty), writer.event("in_progress", response=empty)]
-                added = [each for _, _, grown in steps for each in grown if not answer.only_prompt]
+                added = [addition for _, _, grown in steps for addition in grown if not answer.only_prompt]
                 grown = [event for index, text in added for event in writer.grown(index, text)]
                 if some := [*opening, *grown]:
                     yield some

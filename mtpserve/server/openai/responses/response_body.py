@@ -157,12 +157,12 @@ class InputTokensRequest(Strict):
 
     def _tool_choice(self) -> str | dict[str, Any] | None:
         """As chat completions have it, where a name is one level deeper."""
-        given = self.tool_choice
-        if not isinstance(given, dict):
-            return given
-        if given.get("type") != "function" or not isinstance(given.get("name"), str):
+        choice = self.tool_choice
+        if not isinstance(choice, dict):
+            return choice
+        if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
             raise Unsupported("tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'name': ...}", "tool_choice")
-        return {"type": "function", "function": {"name": given["name"]}}
+        return {"type": "function", "function": {"name": choice["name"]}}
 
 
 class ResponsesRequest(InputTokensRequest, SamplingFields):
@@ -205,15 +205,15 @@ class ResponsesRequest(InputTokensRequest, SamplingFields):
 
     def chat(self, conversation: list[ChatMessage], offer: Offer) -> ChatRequest:
         names = ("stream", "include_reasoning", "structured_outputs", "timeout", *SamplingFields.model_fields)
-        given = {name: getattr(self, name) for name in names}
-        given |= {"max_tokens": self.max_output_tokens, "response_format": self._format()}
-        return InputTokensRequest.chat(self, conversation, offer).model_copy(update=given)
+        fields = {name: getattr(self, name) for name in names}
+        fields |= {"max_tokens": self.max_output_tokens, "response_format": self._format()}
+        return InputTokensRequest.chat(self, conversation, offer).model_copy(update=fields)
 
     def _format(self) -> dict[str, Any] | None:
-        given = None if self.text is None else self.text.format
-        if given is None or given.get("type") != "json_schema":
-            return given
-        return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+        text_format = None if self.text is None else self.text.format
+        if text_format is None or text_format.get("type") != "json_schema":
+            return text_format
+        return {"type": "json_schema", "json_schema": {name: value for name, value in text_format.items() if name != "type"}}
 
 
 def add_tool(offer: Offer, tool: dict[str, Any], place: str) -> None:
@@ -236,12 +236,12 @@ def add_tool(offer: Offer, tool: dict[str, Any], place: str) -> None:
             offer.leave_out(kind, place)
 
 
-def messages_of(given: str | list[InputItem]) -> list[ChatMessage]:
-    if isinstance(given, str):
-        return [ChatMessage(role="user", content=given)]
+def messages_of(new_input: str | list[InputItem]) -> list[ChatMessage]:
+    if isinstance(new_input, str):
+        return [ChatMessage(role="user", content=new_input)]
     messages: list[ChatMessage] = []
     reasoning = ""
-    for index, item in enumerate(given):
+    for index, item in enumerate(new_input):
         if item.type == "reasoning":
             reasoning += text_of(item.content, THOUGHTS)
             continue

@@ -141,8 +141,8 @@ class Connection:
         self._answered = id = f"resp_{uuid.uuid4().hex}"
         try:
             fields = parsed(text)
-            given = fields.get("stream_id")
-            stream_id = given if isinstance(given, str) else UNSET
+            value = fields.get("stream_id")
+            stream_id = value if isinstance(value, str) else UNSET
             await self._write(CreateEvent.model_validate(fields), id, stream_id, start)
         except ValidationError as error:
             message, param, code = validation_message(error.errors())
@@ -170,11 +170,11 @@ class Connection:
         answer.stream_id = stream_id
         async with contextlib.aclosing(renaming(events(answer), RENAMED)) as batches:
             async for some in batches:
-                for each in some:
-                    await self._send(each)
+                for response_event in some:
+                    await self._send(response_event)
 
-    async def _send(self, each: Rendered) -> None:
-        await self.socket.send_text(msgspec.json.encode(each).decode())
+    async def _send(self, response_event: Rendered) -> None:
+        await self.socket.send_text(msgspec.json.encode(response_event).decode())
 
     @property
     def _who(self) -> str:

@@ -22,10 +22,10 @@ def before_of(body: InputTokensRequest, stores: Sequence[ResponseStore]) -> Stor
     id = body.previous_response_id
     if not id:
         return None
-    found = next((store for store in stores if id in store), None)
-    if found is None:
+    source_store = next((store for store in stores if id in store), None)
+    if source_store is None:
         raise PreviousNotStored(f"the response {id[:50]!r} is not kept: send the whole conversation as input", "previous_response_id")
-    return found.get(id, "previous_response_id")
+    return source_store.get(id, "previous_response_id")
 
 
 async def begun(

@@ -52,8 +52,8 @@ class Harmony(CallFormat):
 
     def called(self, header: str) -> str:
         """The name of the function that a message with this header calls, "" for none."""
-        found = RECIPIENT.search(header)
-        return found[2] if found is not None and (found[1] or found[2] in self._names) else ""
+        match = RECIPIENT.search(header)
+        return match[2] if match is not None and (match[1] or match[2] in self._names) else ""
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         header = yield from header_of(scan)
@@ -83,8 +83,8 @@ class Harmony(CallFormat):
 
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         head, tail = f"{spell(CHANNEL)} ", f" {spell(CONSTRAIN)} {text('json')} {spell(MESSAGE)} "
-        each = [head + text(f"commentary to=functions.{tool.name} ") + tail + arguments_json(tool.parameters) for tool in tools]
-        return calls_of(each, several, between=f"{spell(CALL)} {spell(START)} {text('assistant')}")
+        calls = [head + text(f"commentary to=functions.{tool.name} ") + tail + arguments_json(tool.parameters) for tool in tools]
+        return calls_of(calls, several, between=f"{spell(CALL)} {spell(START)} {text('assistant')}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ HEAD = ("name", "type", "id", "function", *ARGUMENTS)  # keys that may come befo
 
 
 class Object:
-    """Reads one object. `known`: without a marker before it, the object is a call only if it has one of these names."""
+    """Reads one object. `names`: without a marker before it, the object is a call only if it has one of these names."""
 
-    def __init__(self, scan: Scanner, *, stop: str = "", known: frozenset[str] | None = None, id: str | None = None) -> None:
-        self._scan, self._stop, self._known, self._id = scan, stop, known, id
+    def __init__(self, scan: Scanner, *, stop: str = "", names: frozenset[str] | None = None, id: str | None = None) -> None:
+        self._scan, self._stop, self._known, self._id = scan, stop, names, id
         self._name: str | None = None
         self._held: list[str] | None = None  # arguments that came before the name
         self._begun = False
@@ -117,8 +117,8 @@ class Hermes(CallFormat):
 
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         begin, end, line = spell(self.markers[0]), spell(self.END), text("\n")
-        each = [f"{begin} {line} {object_grammar(tool, 'arguments')} {line} {end}" for tool in tools]
-        return calls_of(each, several, between=line)
+        calls = [f"{begin} {line} {object_grammar(tool, 'arguments')} {line} {end}" for tool in tools]
+        return calls_of(calls, several, between=line)
 
 
 class Llama3(CallFormat):
@@ -135,7 +135,7 @@ class Llama3(CallFormat):
         if marker == self.TAG:
             scan.take(len(marker))
         listed = bool((yield from scan.follows("[")))
-        while (yield from Object(scan, known=self._known).read()):
+        while (yield from Object(scan, names=self._known).read()):
             scan.end()
             separator = yield from scan.follows(";", ",", *(["]"] if listed else []))
             if separator == "]":
@@ -171,8 +171,8 @@ class Listed(CallFormat):
                 return
 
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
-        each = [object_grammar(tool, "arguments") for tool in tools]
-        return calls_of(each, several, begin=text("["), between=text(", "), end=text("]"))
+        calls = [object_grammar(tool, "arguments") for tool in tools]
+        return calls_of(calls, several, begin=text("["), between=text(", "), end=text("]"))
 
 
 class Mistral(Listed):
@@ -207,6 +207,6 @@ class Mistral(Listed):
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         tag, args = spell(self.TAG), spell(self.ARGS)
         if args == text(self.ARGS):  # a model whose vocabulary lacks this token writes lists
-            each = [object_grammar(tool, "arguments") for tool in tools]
-            return calls_of(each, several, begin=f"{tag} {text('[')}", between=text(", "), end=text("]"))
+            calls = [object_grammar(tool, "arguments") for tool in tools]
+            return calls_of(calls, several, begin=f"{tag} {text('[')}", between=text(", "), end=text("]"))
         return calls_of([f"{tag} {text(tool.name)} {args} {arguments_json(tool.parameters)}" for tool in tools], several)

@@ -92,11 +92,11 @@ class LFM2(Pythonic):
 
 
 def calls_in(tools: Sequence[Tool], several: bool, begin: str, end: str) -> str:
-    each, rules = [], ""
+    calls, rules = [], ""
     for number, tool in enumerate(tools):
-        each.append(f"{text(tool.name + '(')} arguments_{number}_0 {text(')')}")
+        calls.append(f"{text(tool.name + '(')} arguments_{number}_0 {text(')')}")
         rules += "".join(argument_rules(tool.parameters, f"arguments_{number}"))
-    return calls_of(each, several, begin=begin, between=text(", "), end=end, rules=rules)
+    return calls_of(calls, several, begin=begin, between=text(", "), end=end, rules=rules)
 
 
 def argument_rules(schema: Schema, name: str) -> list[str]:

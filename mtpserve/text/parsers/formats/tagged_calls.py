@@ -73,7 +73,7 @@ class Tagged(CallFormat):
         """Takes a value up to an end tag that is followed by something that may follow it: the value itself may contain the end tag."""
         if self.PADDED and (yield from scan.peek()) == "\n":
             scan.take(1)
-        while tag := (yield from scan.until((self.VALUE_END, *self.UNCLOSED), passed, hold="\n" if self.PADDED else "", most=1)):
+        while tag := (yield from scan.until((self.VALUE_END, *self.UNCLOSED), passed, hold="\n" if self.PADDED else "", max_blanks=1)):
             held = scan.text.index(tag)  # a line break that belongs to the format
             if tag != self.VALUE_END:
                 scan.take(held)
@@ -119,13 +119,13 @@ class GLM45(Tagged):
         def key_of(key: str) -> str:
             return " ".join((spell(self.KEY), text(key), spell(self.KEY_END), text(self.LINE), spell(self.VALUE)))
 
-        each, rules = [], ""
+        calls, rules = [], ""
         for number, tool in enumerate(tools):
             parameters, *values = self.parameter_rules(tool, number, key_of, (self.VALUE_END, self.LINE), spell)
             head = text(tool.name + self.LINE)
-            each.append(f"{spell(CALL)} {head} {parameters} {spell(CALL_END)}")
+            calls.append(f"{spell(CALL)} {head} {parameters} {spell(CALL_END)}")
             rules += "".join(values)
-        return calls_of(each, several, between=text(self.LINE), rules=rules)
+        return calls_of(calls, several, between=text(self.LINE), rules=rules)
 
 
 class GLM47(GLM45):
@@ -161,14 +161,14 @@ class Qwen3Coder(Tagged):
         def key_of(key: str) -> str:
             return text(f"{self.KEY}{key}>{line}")
 
-        each, rules = [], ""
+        calls, rules = [], ""
         for number, tool in enumerate(tools):
             parameters, *values = self.parameter_rules(tool, number, key_of, (f"{line}</parameter>\n",), spell)
             head = text(f"\n{self.FUNCTION}{tool.name}>\n")
             tail = text(self.FUNCTION_END + "\n")
-            each.append(f"{spell(CALL)} {head} {parameters} {tail} {spell(CALL_END)}")
+            calls.append(f"{spell(CALL)} {head} {parameters} {tail} {spell(CALL_END)}")
             rules += "".join(values)
-        return calls_of(each, several, between=text("\n"), rules=rules)
+        return calls_of(calls, several, between=text("\n"), rules=rules)
 
 
 class MiMo(Qwen3Coder):
@@ -223,7 +223,7 @@ class DSML(Tagged):
         def tag(begin: str, rest: str) -> str:
             return f"{text(begin)} {spell(self.TOKEN)} {text(rest)}"
 
-        each, rules = [], ""
+        calls, rules = [], ""
         for number, tool in enumerate(tools):
 
             def key_of(key: str, schema: Schema = tool.parameters) -> str:
@@ -232,10 +232,10 @@ class DSML(Tagged):
 
             end = (self.TOKEN, "parameter>\n")
             parameters, *values = self.parameter_rules(tool, number, key_of, end, spell)
-            each.append(" ".join((tag("<", f'invoke name="{tool.name}">\n'), parameters, tag("</", "invoke>"))))
+            calls.append(" ".join((tag("<", f'invoke name="{tool.name}">\n'), parameters, tag("</", "invoke>"))))
             rules += "".join(values)
         begin, end_tag = tag("<", f"{self.CALLS}>\n"), f"{text(chr(10))} {tag('</', f'{self.CALLS}>')}"
-        return calls_of(each, several, begin=begin, between=text("\n"), end=end_tag, rules=rules)
+        return calls_of(calls, several, begin=begin, between=text("\n"), end=end_tag, rules=rules)
 
 
 class ToolCallsDSML(DSML):
