@@ -83,15 +83,15 @@ class OfflineRequest:
             if stopped := delta.stopped:
                 break
         accepted = min(event.num_accepted_tokens, len(pieces))
-        own = "".join(pieces[accepted:])
+        text = "".join(pieces[accepted:])
         if event.finish is not None and not stopped:
-            own += self.detokenizer.finish()
+            text += self.detokenizer.finish()
         return StreamStep(
             tokens=event.tokens[: len(pieces)],
             proposal=event.proposal,
             accepted=accepted,
             accepted_pieces=pieces[:accepted],
-            own_piece=own,
+            own_piece=text,
             rejected_pieces=[self.tokenizer.decode([token]) for token in refused(event)],
             finish=Finish.STOP if stopped else event.finish,
             error=event.error,
@@ -118,8 +118,8 @@ class OfflineRequest:
 
 
 def joined(parts: Iterable[list[TokenLogprob] | None]) -> list[TokenLogprob] | None:
-    given = [part for part in parts if part is not None]
-    return [score for part in given for score in part] if given else None
+    logprobs = [part for part in parts if part is not None]
+    return [score for part in logprobs for score in part] if logprobs else None
 
 
 def refused(event: TokenEvent) -> list[int]:
@@ -179,13 +179,15 @@ class LLM:
 
         Without `sampling`, the model's recommended parameters, up to the context length. Raises InvalidRequest if any prompt is invalid.
         """
-        given = listed(prompts)
-        each = [sampling or self.sampling()] * len(given) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
-        if len(each) != len(given):
-            raise InvalidRequest(f"there are {len(given)} prompts and {len(each)} sampling parameters", "sampling")
+        prompt_list = listed(prompts)
+        params = (
+            [sampling or self.sampling()] * len(prompt_list) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+        )
+        if len(params) != len(prompt_list):
+            raise InvalidRequest(f"there are {len(prompt_list)} prompts and {len(params)} sampling parameters", "sampling")
         outputs: dict[str, OfflineRequest] = {}
         ended = 0
-        for id, step in self._run(given, each, outputs):
+        for id, step in self._run(prompt_list, params, outputs):
             outputs[id].steps.append(step)
             if step.finish is not None:
                 ended += 1
@@ -253,7 +255,7 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def engine_config(options: dict[str, Any]) -> EngineConfig:
     """Sorts options into the sections of the configuration. Raises ConfigError for an unknown one."""
     sections = {name: config for name, config in SECTIONS.items() if name != "server"}
-    homes = {each.name: name for name, config in sections.items() for each in fields(config)}  # type: ignore[arg-type]
+    homes = {entry.name: name for name, config in sections.items() for entry in fields(config)}  # type: ignore[arg-type]
     for name in options:
         if name not in homes:
             near = difflib.get_close_matches(name, homes, 1)
@@ -261,7 +263,9 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     values: dict[str, dict[str, Any]] = {section: {} for section in sections}
     for name, value in options.items():
         values[homes[name]][name] = value
-    made = EngineConfig(**{section: config(**values[section]) for section, config in sections.items()})
+    result = EngineConfig(**{section: config(**values[section]) for section, config in sections.items()})
     for name, alone in (("data_parallel_size", 1), ("engine_restarts", None), ("engine_timeout", 20.0)):
-        check(getattr(made.parallel, name) == alone, name, getattr(made.parallel, name), "left out: one engine computes in this process")
-    return made
+        check(
+            getattr(result.parallel, name) == alone, name, getattr(result.parallel, name), "left out: one engine computes in this process"
+        )
+    return result

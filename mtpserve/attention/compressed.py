@@ -47,8 +47,8 @@ class PlannedCompressed:
         """Padded to `rows` rows with copies of the first, which store the same numbers in the same slot."""
         slots = self.slots[start:stop]
         slots = torch.cat([slots, slots[:1].expand(rows - len(slots))])
-        own = [i for i, row in enumerate(self.by) if start <= row < stop]
-        completed, by = Completed(*(each[own] for each in self.completed)), [self.by[i] - start for i in own]
+        indices = [i for i, row in enumerate(self.by) if start <= row < stop]
+        completed, by = Completed(*(tensor[indices] for tensor in self.completed)), [self.by[i] - start for i in indices]
         window, seen = self.window[start:stop], self.seen[start:stop]
         return PlannedCompressed(self.pool, self.entries, slots, window, seen, completed, by, self.best, self.scale, self.choice)
 
@@ -79,24 +79,24 @@ class PlannedCompressed:
             tokens, entries = (-(-len(slots) // BLOCK) for slots in seen)
             by_length.setdefault((tokens, entries), []).append(row)
         for blocks, members in by_length.items():
-            most = max(1, MAX_TOKENS // (sum(blocks) * BLOCK))
-            yield from (members[first : first + most] for first in range(0, len(members), most))
+            chunk_size = max(1, MAX_TOKENS // (sum(blocks) * BLOCK))
+            yield from (members[first : first + chunk_size] for first in range(0, len(members), chunk_size))
 
     def side(self, pool: KVPool, layer: int, seen: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Slots of rows, padded alike → their latent rows [n, length, dim], and which of them do not count [n, length]"""
-        slots = torch.stack([padded(each) for each in seen])
-        counts = torch.tensor([[len(each)] for each in seen], device=slots.device)
+        slots = torch.stack([padded(row_slots) for row_slots in seen])
+        counts = torch.tensor([[len(row_slots)] for row_slots in seen], device=slots.device)
         return pool.gathered(layer, slots)[0].squeeze(2), torch.arange(slots.shape[1], device=slots.device) >= counts
 
 
 def plan_compressed(batch: Batch, store: Store, page_size: int, scale: float) -> PlannedCompressed:
-    kind, made = store.kind, store.kind.compressed
-    assert made is not None and store.entries is not None and kind.window is not None
+    kind, compressed = store.kind, store.kind.compressed
+    assert compressed is not None and store.entries is not None and kind.window is not None
     paths = seen_by_rows(batch, page_size, store.group)
-    entries, places = entries_of_rows(batch, page_size, store, made.every)
-    completed = completed_by([paths[row] for row in places], list(places.values()), made, batch.token_indices.device)
+    entries, places = entries_of_rows(batch, page_size, store, compressed.every)
+    completed = completed_by([paths[row] for row in places], list(places.values()), compressed, batch.token_indices.device)
     window = [path[-kind.window :] for path in paths]
-    best = None if made.selected is None else made.selected.best
+    best = None if compressed.selected is None else compressed.selected.best
     return PlannedCompressed(
         store.pool, store.entries, slots_of(batch, store.group), window, entries, completed, list(places), best, scale, ChosenRows()
     )
@@ -104,7 +104,7 @@ def plan_compressed(batch: Batch, store: Store, page_size: int, scale: float) ->
 
 def entries_of_rows(batch: Batch, page_size: int, store: Store, every: int) -> tuple[list[Tensor], dict[int, int]]:
     """Of each row the places of the entries that it may see, in order; and the rows that complete one, with the place of that."""
-    found, places = list[Tensor](), dict[int, int]()
+    entries, places = list[Tensor](), dict[int, int]()
     ends = batch.query_start_loc.tolist()
     lengths = batch.seq_lens.tolist()
     index = batch.token_indices.tolist()
@@ -116,26 +116,28 @@ def entries_of_rows(batch: Batch, page_size: int, store: Store, every: int) -> t
         root = ends[r] if batch.tree_start is None else int(batch.tree_start[r]) - index[ends[r]] + ends[r]
         for row in range(ends[r], ends[r + 1]):
             if bits is None or bits[row] == -1:
-                found.append(whole[: (index[row] + 1) // every])
+                entries.append(whole[: (index[row] + 1) // every])
                 # Rows beyond what counts complete nothing.
                 if (index[row] + 1) % every == 0 and index[row] < lengths[r]:
                     places[row] = slots[row] // every
                 continue
             path = [node for node in range(1, 64) if bits[row] >> node & 1]
-            own = [store.of_node(req_idx, node) for depth, node in enumerate(path, 1) if (index[root] + depth + 1) % every == 0]
+            node_entries = [store.of_node(req_idx, node) for depth, node in enumerate(path, 1) if (index[root] + depth + 1) % every == 0]
             if index[row] >= lengths[r]:
-                own = []
+                node_entries = []
             elif (index[root] + len(path) + 1) % every == 0:
-                places[row] = own[-1]
-            found.append(torch.cat([whole[: (index[root] + 1) // every], torch.tensor(own, dtype=torch.int64, device=whole.device)]))
-    return found, places
+                places[row] = node_entries[-1]
+            entries.append(
+                torch.cat([whole[: (index[root] + 1) // every], torch.tensor(node_entries, dtype=torch.int64, device=whole.device)])
+            )
+    return entries, places
 
 
-def completed_by(paths: list[Tensor], places: list[int], made: Compressed, device: torch.device) -> Completed:
+def completed_by(paths: list[Tensor], places: list[int], compressed: Compressed, device: torch.device) -> Completed:
     """paths: of the rows that complete entries, places: of these."""
-    missing = [max(made.span - len(path), 0) for path in paths]
-    slots = [torch.cat([path[:1].expand(number), path[-made.span :]]) for number, path in zip(missing, paths, strict=True)]
-    tokens = torch.stack(slots) if slots else torch.zeros(0, made.span, dtype=torch.int64, device=device)
-    there = torch.arange(made.span, device=device) >= torch.tensor(missing, dtype=torch.int64, device=device).unsqueeze(1)
-    positions = torch.tensor([len(path) - made.every for path in paths], dtype=torch.int64, device=device)
+    missing = [max(compressed.span - len(path), 0) for path in paths]
+    slots = [torch.cat([path[:1].expand(number), path[-compressed.span :]]) for number, path in zip(missing, paths, strict=True)]
+    tokens = torch.stack(slots) if slots else torch.zeros(0, compressed.span, dtype=torch.int64, device=device)
+    there = torch.arange(compressed.span, device=device) >= torch.tensor(missing, dtype=torch.int64, device=device).unsqueeze(1)
+    positions = torch.tensor([len(path) - compressed.every for path in paths], dtype=torch.int64, device=device)
     return Completed(tokens, there, torch.tensor(places, dtype=torch.int64, device=device), positions)

@@ -28,8 +28,10 @@ class CPUAttention:
     def __init__(self, stores: Stores, heads: int, scale: float) -> None:
         self.stores, self.scale, self.groups = stores, scale, stores.groups
         self.layouts = [
-            layout_of(each.pool.keys(0), each.pool.values(0), each.kind.heads or heads, each.pool.page_size, scale, each.kind.window or 0)
-            for each in stores.stores
+            layout_of(
+                store.pool.keys(0), store.pool.values(0), store.kind.heads or heads, store.pool.page_size, scale, store.kind.window or 0
+            )
+            for store in stores.stores
         ]
 
     def supports(self, kind: LayerKind) -> bool:

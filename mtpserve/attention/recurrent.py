@@ -60,17 +60,19 @@ class RowByRow:
 
     def row(self, span: int, number: int, x: Tensor, gates: Tensor, conv: Tensor, skip: Tensor | None) -> Tensor:
         """One row, with so many of its span before it."""
-        spans, layer, each = self.whole.spans, self.whole.layer, slice(span, span + 1)
+        spans, layer, span_slice = self.whole.spans, self.whole.layer, slice(span, span + 1)
         node = number - int(spans.length[span]) + 1
-        one = spans._replace(seats=spans.seats[each], query_start_loc=ONE_ROW, length=ONE_ROW[1:], parents=None, widest=0)
+        one = spans._replace(seats=spans.seats[span_slice], query_start_loc=ONE_ROW, length=ONE_ROW[1:], parents=None, widest=0)
         if node <= 0:
             first = int(number == 0)
-            one = one._replace(replay=spans.replay[each] * first, fresh=spans.fresh[each] * first, keep_after=None, keep_in=None)
+            one = one._replace(
+                replay=spans.replay[span_slice] * first, fresh=spans.fresh[span_slice] * first, keep_after=None, keep_in=None
+            )
             if spans.keep_after is not None and spans.keep_in is not None:
                 # Rows that are replayed come with the first one.
                 after = int(spans.keep_after[span]) - (0 if first else int(spans.replay[span]) + number)
                 if 0 < after <= int(one.replay) + 1:
-                    one = one._replace(keep_after=torch.tensor([after]), keep_in=spans.keep_in[each])
+                    one = one._replace(keep_after=torch.tensor([after]), keep_in=spans.keep_in[span_slice])
             return self.whole.kernel(x, gates, conv, layer, one, self.whole.rule, skip)
         # Its ancestors' inputs wait in the ring: a copy of the state goes along its path.
         path, above = list[int](), node
@@ -80,7 +82,7 @@ class RowByRow:
         copy = LayerState(
             layer.state[[req_idx]], layer.before[[req_idx]], layer.ring[req_idx, path][None], layer.ring_gates[req_idx, path][None]
         )
-        none = torch.zeros_like(spans.seats[each])
+        none = torch.zeros_like(spans.seats[span_slice])
         along = one._replace(seats=none, replay=none + len(path), fresh=none, keep_after=None, keep_in=None)
         out = self.whole.kernel(x, gates, conv, copy, along, self.whole.rule, skip)
         layer.ring[req_idx, node - 1], layer.ring_gates[req_idx, node - 1] = x[0], gates[0]

@@ -85,8 +85,8 @@ class ReferenceAttention:
             by_width.setdefault(span.width, []).append(span)
         layout, pieces = store.kind.kv, []
         for members in by_width.values():
-            most = max(span.columns for span in members)
-            apart = len(members) * most * layout.heads * layout.key_dim > MAX_GATHERED
+            max_columns = max(span.columns for span in members)
+            apart = len(members) * max_columns * layout.heads * layout.key_dim > MAX_GATHERED
             pieces += [self.piece(batch, store, group) for group in ([[span] for span in members] if apart else [members])]
         group = (store.kind.heads or self.heads) // layout.heads
         return PlannedAttention(store.pool, slots_of(batch, store.group), pieces, group, self.scale)
@@ -179,8 +179,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, s
     if q.shape[1] > block:
         parts = -(-q.shape[1] // block)
         masks, beside = ([None] * parts if x is None else list(x.split(block, 1)) for x in (mask, sinks))
-        each = zip(q.split(block, 1), masks, beside, strict=True)
-        return torch.cat([attend(part, k, v, m, scale, s) for part, m, s in each], 1)
+        blocks = zip(q.split(block, 1), masks, beside, strict=True)
+        return torch.cat([attend(part, k, v, m, scale, s) for part, m, s in blocks], 1)
     if mask is None:
         scores = torch.bmm(q * scale, k.mT)
     else:

@@ -41,15 +41,15 @@ def padded(slots: Tensor) -> Tensor:
     return torch.cat([slots, slots[:1].expand(missing)])
 
 
-def alike(seen: Sequence[Tensor], rows: Sequence[int], most: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """Some of the rows, those with equal padded lengths together, as many as see `most` tokens, but at least one → their numbers, padded
-    slots [n, length], and how many of these count [n, 1]."""
+def alike(seen: Sequence[Tensor], rows: Sequence[int], max_tokens: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Some of the rows, those with equal padded lengths together, as many as see `max_tokens`, but at least one → their numbers,
+    padded slots [n, length], and how many of these count [n, 1]."""
     by_length: dict[int, list[int]] = {}
     for row in rows:
         by_length.setdefault(-(-len(seen[row]) // BLOCK), []).append(row)
     for blocks, members in by_length.items():
-        each = max(1, most // (blocks * BLOCK))
-        for first in range(0, len(members), each):
-            some = members[first : first + each]
+        chunk_size = max(1, max_tokens // (blocks * BLOCK))
+        for first in range(0, len(members), chunk_size):
+            some = members[first : first + chunk_size]
             counts = torch.tensor([[len(seen[row])] for row in some], device=seen[0].device)
             yield some, torch.stack([padded(seen[row]) for row in some]), counts

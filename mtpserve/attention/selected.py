@@ -67,7 +67,7 @@ class PlannedSelected:
 def best_of(seen: list[Tensor], best: int, pool: KVPool, layer: int, q: Tensor, weights: Tensor) -> list[Tensor]:
     """seen: of each row slots of the pool; q [T, heads, dim], weights [T, heads] → of each row the `best` of them by their index keys, in
     the same order."""
-    chosen, keys = list(seen), pool.index_keys(layer)
+    best_slots, keys = list(seen), pool.index_keys(layer)
     scored = [row for row, slots in enumerate(seen) if len(slots) > best]
     for rows, slots, counts in alike(seen, scored, MAX_TOKENS):
         there = keys.at(slots)  # [n, length, dim]
@@ -75,8 +75,8 @@ def best_of(seen: list[Tensor], best: int, pool: KVPool, layer: int, q: Tensor, 
         scores.masked_fill_(torch.arange(slots.shape[1], device=slots.device) >= counts, -torch.inf)
         places = scores.sort(dim=-1, descending=True, stable=True).indices[:, :best].sort(-1).values
         for row, picked in zip(rows, slots.gather(1, places), strict=True):
-            chosen[row] = picked
-    return chosen
+            best_slots[row] = picked
+    return best_slots
 
 
 def plan_selected(batch: Batch, store: Store, page_size: int, scale: float, choice: ChosenRows) -> PlannedSelected:

@@ -107,26 +107,26 @@ class PageGroups:
         whole = self.columns(tokens + lookahead)
         return whole if window is None else min(whole, self._low(window, start) + self._most(window, lookahead))
 
-    def matched(self, keys: Sequence[Key], known: int = 0, found: Found | None = None) -> int:
-        """Columns of the longest prefix that a request can start after, of one with these `keys`. `known`: where to start looking, any
-        number. `found`: whether a group's page is there, in this pool by default."""
-        return self._matched(self.groups, keys, known, self.found if found is None else found)
+    def matched(self, keys: Sequence[Key], start: int = 0, lookup: Found | None = None) -> int:
+        """Columns of the longest prefix that a request can start after, of one with these `keys`. `start`: where to start looking, any
+        number. `lookup`: whether a group's page is there, in this pool by default."""
+        return self._matched(self.groups, keys, start, self.found if lookup is None else lookup)
 
     def matched_without_states(self, keys: Sequence[Key]) -> int:
         """The same, if all states were there."""
         return self._matched(self.groups[: self.dense], keys, 0, self.found)
 
-    def _matched(self, groups: Sequence[PageGroup], keys: Sequence[Key], known: int, there: Found) -> int:
+    def _matched(self, groups: Sequence[PageGroup], keys: Sequence[Key], start: int, there: Found) -> int:
         columns = len(keys)
         for number, group in enumerate(groups):
             if group.window is None:
-                columns = _prefix(partial(there, number), keys, columns, known)
+                columns = _prefix(partial(there, number), keys, columns, start)
         windowed = [(partial(there, number), group.window) for number, group in enumerate(groups) if group.window is not None]
         while True:
             longest = columns
-            for found, window in windowed:
+            for lookup, window in windowed:
                 # Full attention has all columns before these, so a shorter prefix is there, too.
-                columns = self._seen(found, window, keys, columns)
+                columns = self._seen(lookup, window, keys, columns)
             # A prefix that one group made shorter must be there in the others.
             if columns == longest or len(windowed) < 2:
                 return columns
@@ -138,11 +138,11 @@ class PageGroups:
         """The columns of each group that a request needs which starts after so many of them."""
         return [range(self._low(window, columns * self.page_size - 1), columns) for window, *_ in self.groups]
 
-    def _seen(self, found: Callable[[Key], bool], window: int, keys: Sequence[Key], columns: int) -> int:
+    def _seen(self, lookup: Callable[[Key], bool], window: int, keys: Sequence[Key], columns: int) -> int:
         """The longest prefix of at most so many columns after which the next row sees no page that is missing."""
         column, low = columns - 1, self._low(window, columns * self.page_size - 1)
         while column >= low:
-            if not found(keys[column]):
+            if not lookup(keys[column]):
                 columns, low = column, self._low(window, column * self.page_size - 1)
             column -= 1
         return columns
@@ -158,8 +158,8 @@ class PageGroups:
             assert None not in pages, "`matched` said that they are there"
         missing = self.missing(held, start, tokens, lookahead)
         left = (group.allocator.free_without(one.pages) for group, one in zip(self.groups, held, strict=True))
-        kept = (spare * (group.window is None) for group in self.groups)
-        if any(count + more > free for count, more, free in zip(missing, kept, left, strict=True)):
+        spare_pages = (spare * (group.window is None) for group in self.groups)
+        if any(count + more > free for count, more, free in zip(missing, spare_pages, left, strict=True)):
             return None
         for group, one in zip(self.groups, held, strict=True):
             group.allocator.share(one.pages)
@@ -169,9 +169,9 @@ class PageGroups:
     def gather(self, keys: Sequence[Key], needed: Sequence[range]) -> list[Held] | None:
         """Pages for the `needed` columns of each group: those that are there, of which the caller becomes a holder, and free ones for the
         others. None: too few are free, and nothing was taken."""
-        found = [[group.allocator.find(keys[c]) for c in columns] for group, columns in zip(self.groups, needed, strict=True)]
-        there = [[page for page in pages if page is not None] for pages in found]
-        counts = [len(pages) - len(some) for pages, some in zip(found, there, strict=True)]
+        cached_pages = [[group.allocator.find(keys[c]) for c in columns] for group, columns in zip(self.groups, needed, strict=True)]
+        there = [[page for page in pages if page is not None] for pages in cached_pages]
+        counts = [len(pages) - len(some) for pages, some in zip(cached_pages, there, strict=True)]
         groups = list(zip(self.groups, there, counts, strict=True))
         if any(count > group.allocator.free_without(some) for group, some, count in groups):
             return None
@@ -180,7 +180,7 @@ class PageGroups:
         fresh = [iter(group.allocator.allocate(count)) for group, _, count in groups]
         return [
             Held(columns.start, [next(free) if page is None else page for page in pages])
-            for columns, pages, free in zip(needed, found, fresh, strict=True)
+            for columns, pages, free in zip(needed, cached_pages, fresh, strict=True)
         ]
 
     def label(self, held: Sequence[Held], keys: Sequence[Key], first: int, end: int) -> bool:
@@ -194,12 +194,12 @@ class PageGroups:
 
     def label_page(self, group: int, held: Held, column: int, key: Key) -> bool:
         """The same for one page."""
-        allocator, own = self.groups[group].allocator, held.pages[column - held.first]
-        page = allocator.label(own, key)
-        if page == own:
+        allocator, old_page = self.groups[group].allocator, held.pages[column - held.first]
+        page = allocator.label(old_page, key)
+        if page == old_page:
             return False
         allocator.share([page])
-        allocator.release([own])
+        allocator.release([old_page])
         held.pages[column - held.first] = page
         held.planned = min(held.planned, column)
         return True
@@ -234,9 +234,9 @@ class PageGroups:
 
     def give_state(self, page: int, column: int, key: Key) -> list[Held]:
         """It is complete, and its holder gives it back → what is cached now; empty: such a state was there already."""
-        own = self.groups[self.dense].allocator.label(page, key) == page
+        is_new = self.groups[self.dense].allocator.label(page, key) == page
         self.free_state(page)
-        return [*(Held() for _ in range(self.dense)), Held(column, [page])] if own else []
+        return [*(Held() for _ in range(self.dense)), Held(column, [page])] if is_new else []
 
     def settle(self) -> None:
         """Another step is planned: what only the last one needed is given back."""
@@ -301,11 +301,11 @@ class PageGroups:
             group.allocator.check_integrity([*others, *(held[i].pages for held in holders if held)])
 
 
-def _prefix(found: Callable[[Key], bool], keys: Sequence[Key], end: int, known: int) -> int:
+def _prefix(lookup: Callable[[Key], bool], keys: Sequence[Key], end: int, start: int) -> int:
     """How many of `keys[:end]` are there, from the first on. The page of one that is there implies those before it."""
-    column = min(known, end)
-    while column > 0 and not found(keys[column - 1]):
+    column = min(start, end)
+    while column > 0 and not lookup(keys[column - 1]):
         column -= 1
-    while column < end and found(keys[column]):
+    while column < end and lookup(keys[column]):
         column += 1
     return column

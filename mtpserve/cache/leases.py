@@ -116,8 +116,8 @@ class Leases:
             )  # fmt: skip
 
     def _settled(self, name: str, waits: bool) -> bool:
-        known = name in self._open or name in self._names
-        return known if waits or name in self._coming else True
+        is_registered = name in self._open or name in self._names
+        return is_registered if waits or name in self._coming else True
 
     def _end(self, name: str) -> None:
         self._ended.append(self._open.pop(name).pages)

@@ -23,11 +23,12 @@ class States:
     of the seats. Memory is not cleared: `poison` fills it with NaN, so that a test sees it if a state is read that was not written."""
 
     def __init__(
-        self, layers: Sequence[Recurrent], seats: int, ring: int, kept: int, dtype: torch.dtype, device: torch.device, poison: bool = False
+        self, layers: Sequence[Recurrent], seats: int, ring: int, num_checkpoints: int, dtype: torch.dtype, device: torch.device,
+        poison: bool = False,
     ) -> None:  # fmt: skip
         (kind,) = set(layers)
-        self.kind, self.seats, self.kept = kind, seats, kept
-        rows, number = seats + kept, len(layers)
+        self.kind, self.seats, self.kept = kind, seats, num_checkpoints
+        rows, number = seats + num_checkpoints, len(layers)
         self.state = torch.empty(number, rows, kind.value_heads, kind.key_dim, kind.value_dim, device=device, dtype=torch.float32)
         self.before = torch.empty(number, rows, kind.taps - 1, kind.channels, device=device, dtype=dtype)
         self.ring = torch.empty(number, seats, ring, kind.channels, device=device, dtype=dtype)
@@ -49,9 +50,9 @@ class States:
         """[layers, kept, …] views of the states that are kept."""
         return [part[:, self.seats :] for part in (self.state, self.before)]
 
-    def row_of(self, kept: int) -> int:
+    def row_of(self, checkpoint: int) -> int:
         """The row of a state that is kept."""
-        return self.seats + kept
+        return self.seats + checkpoint
 
     def start(self, seats: Tensor, computed: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Requests begin in `seats` [n] after `computed` [n] tokens; the seats `targets` [m] begin with the states that are kept in

@@ -69,10 +69,10 @@ class Stores:
             return KVPool(kind.kv, layers.count(kind), pages, size, dtype, device, poison, compact, stored, *others)
 
         def entries(kind: Attention) -> KVPool | None:
-            if (made := kind.compressed) is None:
+            if (compressed := kind.compressed) is None:
                 return None
-            assert page_size % made.every == 0, "a page ends where an entry does"
-            return pool(kind, pages[0], page_size // made.every, made.index_dim, 0, nodes[0] * nodes[1])
+            assert page_size % compressed.every == 0, "a page ends where an entry does"
+            return pool(kind, pages[0], page_size // compressed.every, compressed.index_dim, 0, nodes[0] * nodes[1])
 
         self.stores = [
             Store(kind, pool(kind, pages[group], page_size, kind.index_dim, kind.inputs), group, entries(kind), nodes[1])
@@ -114,9 +114,9 @@ class Stores:
         entries that they have completed."""
         seats = seats.unsqueeze(1)
         for store in self.stores:
-            made = store.kind.compressed
-            if made is None or store.entries is None or not store.nodes:
+            compressed = store.kind.compressed
+            if compressed is None or store.entries is None or not store.nodes:
                 continue
             # What does not move is copied to where it is.
-            completes, own = moved & ((index + 1) % made.every == 0), store.of_node(seats, nodes.clamp(min=1))
-            store.entries.move(own, torch.where(completes, slots // made.every, own))
+            completes, node_slots = moved & ((index + 1) % compressed.every == 0), store.of_node(seats, nodes.clamp(min=1))
+            store.entries.move(node_slots, torch.where(completes, slots // compressed.every, node_slots))

@@ -55,8 +55,13 @@ class DisaggregationConfig:
         check(not _is_any(host), "disaggregation_host", host, "an address that decode nodes reach, not that of all interfaces")
         for name in ("disaggregation_lease", "disaggregation_timeout"):
             check(0 < getattr(self, name) <= 3600, name, getattr(self, name), "in (0, 3600]")
-        given = self.disaggregation_mode not in ("null", "none")
-        check(not (given and self.kv_transfer_config), "kv_transfer_config", self.kv_transfer_config, "left out with --disaggregation-mode")
+        is_enabled = self.disaggregation_mode not in ("null", "none")
+        check(
+            not (is_enabled and self.kv_transfer_config),
+            "kv_transfer_config",
+            self.kv_transfer_config,
+            "left out with --disaggregation-mode",
+        )
         _ = self.transfer
 
     @property

@@ -212,9 +212,9 @@ class SchedulerConfig:
         check(longs >= 1, "max_long_partial_prefills", longs, "at least 1")
         share = self.schedule_conservativeness
         check(0 <= share <= 10, "schedule_conservativeness", share, "in [0, 10]")
-        most = self.cuda_graph_max_bs
-        check(most is None or 1 <= most <= CAPTURED, "cuda_graph_max_bs", most, f"in [1, {CAPTURED}]")
-        check(most is None or not self.disable_cuda_graph, "cuda_graph_max_bs", most, "left out together with --disable-cuda-graph")
+        max_bs = self.cuda_graph_max_bs
+        check(max_bs is None or 1 <= max_bs <= CAPTURED, "cuda_graph_max_bs", max_bs, f"in [1, {CAPTURED}]")
+        check(max_bs is None or not self.disable_cuda_graph, "cuda_graph_max_bs", max_bs, "left out together with --disable-cuda-graph")
 
     @property
     def step_tokens(self) -> int:
@@ -281,8 +281,8 @@ class ParallelConfig:
         size = engines * self.ranks
         check(experts in (1, size), "expert_parallel_size", experts, f"1 or {size}, the number of all engines' processes")
         for name in ("expert_map", "record_expert_load"):
-            given = getattr(self, name)
-            check(given is None or self.spreads, name, given, "given with --enable-expert-parallel and several engines")
+            value = getattr(self, name)
+            check(value is None or self.spreads, name, value, "given with --enable-expert-parallel and several engines")
         check(0 <= self.engine_timeout < 1e6, "engine_timeout", self.engine_timeout, "at least 0")
         check(self.engine_restarts is None or self.engine_restarts >= 0, "engine_restarts", self.engine_restarts, "at least 0")
 
@@ -309,8 +309,8 @@ class ParallelConfig:
     @property
     def by_rank(self) -> bool:
         """Whether each of an engine's processes has some of the experts whole."""
-        asked = self.spreads or self.enable_expert_parallel or self.expert_parallel_size > 1
-        return asked and self.ranks > 1
+        expert_parallel = self.spreads or self.enable_expert_parallel or self.expert_parallel_size > 1
+        return expert_parallel and self.ranks > 1
 
     @property
     def restarts(self) -> int:

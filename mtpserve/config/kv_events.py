@@ -49,7 +49,7 @@ def parse(text: str) -> KVEventsConfig:
     except msgspec.DecodeError:
         values = None
     check(isinstance(values, dict), "kv_events_config", text, "a JSON object")
-    fields = {each.name: each.type for each in msgspec.structs.fields(KVEventsConfig)}
+    fields = {field.name: field.type for field in msgspec.structs.fields(KVEventsConfig)}
     for name, value in values.items():
         if name not in fields:
             raise ConfigError(f"unknown key {name!r} in --kv-events-config; accepted: {', '.join(fields)}")

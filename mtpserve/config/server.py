@@ -90,8 +90,8 @@ class ServerConfig:
         check(self.log_interval >= 0, "log_interval", self.log_interval, "at least 0")
         check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "at least 0")
         check(self.drain_delay >= 0, "drain_delay", self.drain_delay, "at least 0")
-        known = set(self.dialects) <= set(DIALECTS) and (self.metrics_compat is None or bool(self.dialects))
-        check(known, "metrics_compat", self.metrics_compat, "sglang, vllm or sglang,vllm")
+        is_valid = set(self.dialects) <= set(DIALECTS) and (self.metrics_compat is None or bool(self.dialects))
+        check(is_valid, "metrics_compat", self.metrics_compat, "sglang, vllm or sglang,vllm")
         check(self.max_request_bytes >= 1, "max_request_bytes", self.max_request_bytes, "at least 1")
         check(self.sse_keep_alive_interval >= 0, "sse_keep_alive_interval", self.sse_keep_alive_interval, "at least 0")
         _ = self.template_kwargs
@@ -121,4 +121,4 @@ class ServerConfig:
 
     def public(self) -> dict[str, Any]:
         """The values of all options that are not secret."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata["secret"]}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.metadata["secret"]}

@@ -70,9 +70,9 @@ class SpecConfig:
 
     def __post_init__(self) -> None:
         algorithm, steps, rows = self.speculative_algorithm, self.speculative_num_steps, self.speculative_num_draft_tokens
-        topk, most = self.speculative_eagle_topk, self.speculative_disable_by_batch_size
-        known = all(part in (*DRAFTERS.entries, "NGRAM") for part in self.parts)
-        apart = known and len(self.parts) == (self.drafter is not None) + self.ngram
+        topk, max_bs = self.speculative_eagle_topk, self.speculative_disable_by_batch_size
+        is_known = all(part in (*DRAFTERS.entries, "NGRAM") for part in self.parts)
+        apart = is_known and len(self.parts) == (self.drafter is not None) + self.ngram
         names = f"{AUTO}, {NONE}, {', '.join(DRAFTERS.entries)}, NGRAM, or a draft model and NGRAM, like MTP+NGRAM"
         check(apart, "speculative_algorithm", algorithm, names)
         for name in self.asked if self.named and not self.parts else ():
@@ -82,7 +82,7 @@ class SpecConfig:
         check(steps is None or 0 <= steps <= 7, "speculative_num_steps", steps, "in [0, 7]")
         check(topk is None or 1 <= topk <= 8, "speculative_eagle_topk", topk, "in [1, 8]")
         check(rows is None or 1 <= rows <= MAX_ROWS, "speculative_num_draft_tokens", rows, f"in [1, {MAX_ROWS}]")
-        check(most is None or most >= 1, "speculative_disable_by_batch_size", most, "at least 1")
+        check(max_bs is None or max_bs >= 1, "speculative_disable_by_batch_size", max_bs, "at least 1")
         check(topk in (None, 1) or not self.named or self.drafter is not None, "speculative_eagle_topk", topk, "1 without a draft model")
         if rows is not None and topk in (None, 1):
             check(rows <= 8, "speculative_num_draft_tokens", rows, "at most 8 for a chain")

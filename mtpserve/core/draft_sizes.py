@@ -85,11 +85,11 @@ class DraftSizes:
         steps that may be launched and not read yet."""
         return (2 + in_flight) * (self.num_write_ahead(plain) + 1)
 
-    def max_draft_tokens(self, draft_depth: int, plain: bool, most: int | None = None) -> int:
-        """The most drafts that a step may leave for the next one if it drafts to depth `draft_depth`, `most` of them by the algorithm."""
+    def max_draft_tokens(self, draft_depth: int, plain: bool, limit: int | None = None) -> int:
+        """The most drafts that a step may leave for the next one if it drafts to depth `draft_depth`, `limit` of them by the algorithm."""
         if draft_depth == 0:
             return 0
         if not plain or self.always_free:
             return self.nodes
-        own = self.num_proposed if self.trees else min(draft_depth, self.steps)
-        return own if most is None else min(own, most)
+        num_drafts = self.num_proposed if self.trees else min(draft_depth, self.steps)
+        return num_drafts if limit is None else min(num_drafts, limit)

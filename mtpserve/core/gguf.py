@@ -87,22 +87,22 @@ class GGUFHeader:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind and value is not default:
-            found = "an array" if isinstance(value, GGUFArray) else repr(value)
-            raise LoadError(f"{self.path}: {key} must be {KINDS[kind]}, got {found}")
+            description = "an array" if isinstance(value, GGUFArray) else repr(value)
+            raise LoadError(f"{self.path}: {key} must be {KINDS[kind]}, got {description}")
         result: T = value
         return result
 
     def array(self, key: str) -> list[Any]:
         """Its strings or numbers; an empty list without this key. Raises LoadError where the key is not an array."""
-        found = self.metadata.get(key)
-        if found is None:
+        value = self.metadata.get(key)
+        if value is None:
             return []
-        if not isinstance(found, GGUFArray):
-            raise LoadError(f"{self.path}: {key} must be an array, got {found!r}")
+        if not isinstance(value, GGUFArray):
+            raise LoadError(f"{self.path}: {key} must be an array, got {value!r}")
         with self.path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-            reader = GGUFReader(data, found.start)
+            reader = GGUFReader(data, value.start)
             try:
-                return [reader.text() for _ in range(found.count)] if found.kind == STRING else reader.numbers(found.kind, found.count)
+                return [reader.text() for _ in range(value.count)] if value.kind == STRING else reader.numbers(value.kind, value.count)
             except UnicodeDecodeError as error:
                 raise LoadError(f"{self.path}: {key} has a string that is not UTF-8") from error
 
@@ -146,16 +146,16 @@ class GGUFReader:
             return scalar
         if kind != ARRAY:
             raise LoadError(f"{path}: {key} has the unknown type {kind}")
-        found = GGUFArray(self.number("I"), self.number("Q"), self.at)
-        if found.kind == STRING:
-            self.skip_texts(found.count)
-        elif found.kind in SCALARS:
-            self.at += found.count * struct.calcsize("<" + SCALARS[found.kind])
+        array = GGUFArray(self.number("I"), self.number("Q"), self.at)
+        if array.kind == STRING:
+            self.skip_texts(array.count)
+        elif array.kind in SCALARS:
+            self.at += array.count * struct.calcsize("<" + SCALARS[array.kind])
         else:
-            raise LoadError(f"{path}: {key} is an array of the unknown type {found.kind}")
+            raise LoadError(f"{path}: {key} is an array of the unknown type {array.kind}")
         if self.at > len(self.data):
             raise struct.error("an array goes on after the end")
-        return found
+        return array
 
 
 def _parsed(path: Path, reader: GGUFReader, size: int) -> GGUFHeader:
@@ -175,5 +175,5 @@ def _parsed(path: Path, reader: GGUFReader, size: int) -> GGUFHeader:
     if type(alignment) is not int or alignment <= 0:
         raise LoadError(f"{path}: general.alignment must be a number of bytes, got {alignment!r}")
     data = -(-reader.at // alignment) * alignment
-    found = tuple(GGUFTensor(name, shape, kind, data + offset) for name, (shape, kind, offset) in places.items())
-    return GGUFHeader(path, metadata, found, size)
+    gguf_tensors = tuple(GGUFTensor(name, shape, kind, data + offset) for name, (shape, kind, offset) in places.items())
+    return GGUFHeader(path, metadata, gguf_tensors, size)

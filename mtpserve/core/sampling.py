@@ -177,11 +177,11 @@ class SamplingParams:
         if self.priority and policy != "priority":
             raise InvalidRequest(f"priority must be 0 unless --scheduling-policy is priority, got {self.priority}", "priority")
 
-    def check_logprobs(self, most: int) -> None:
-        """Raises InvalidRequest for more alternatives than the server's `most`; -1: any number."""
+    def check_logprobs(self, max_logprobs: int) -> None:
+        """Raises InvalidRequest for more alternatives than the server's `max_logprobs`; -1: any number."""
         for name in ("logprobs", "prompt_logprobs"):
-            if most >= 0 and (getattr(self, name) or 0) > most:
-                raise InvalidRequest(f"{name} must be in [0, {most}], got {getattr(self, name)}: see --max-logprobs", name)
+            if max_logprobs >= 0 and (getattr(self, name) or 0) > max_logprobs:
+                raise InvalidRequest(f"{name} must be in [0, {max_logprobs}], got {getattr(self, name)}: see --max-logprobs", name)
 
     @property
     def greedy(self) -> bool:

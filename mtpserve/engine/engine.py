@@ -154,13 +154,13 @@ class Engine:
         """
         if not self.has_work:
             self._clock.idle()
-        own = self._watchdog.is_self_check(request.id)  # it waits for nobody, and shares no pages
-        if not own:
+        is_self_check = self._watchdog.is_self_check(request.id)  # it waits for nobody, and shares no pages
+        if not is_self_check:
             self._validate(request)
         scheduler, sampling, prompt_len = self._scheduler, request.sampling, len(request.prompt)
         # A request that only waits for the next step to be seated is not queued: with `running` seats, running + limit are taken.
         if (
-            not (own or request.is_migrated)
+            not (is_self_check or request.is_migrated)
             and self._max_queued is not None
             and len(scheduler.waiting) >= self._max_queued + scheduler.num_free_slots
         ):
@@ -181,7 +181,7 @@ class Engine:
             kv_lease=request.lease,
             bad_words=request.bad_words,
             prediction=request.prediction if sampling.speculation.depth != 0 else [],
-            hash_root=None if own or self._fingerprint is None else root(self._fingerprint, request.salt),
+            hash_root=None if is_self_check or self._fingerprint is None else root(self._fingerprint, request.salt),
             coupled=self.policy is not None and (sampling.seed is not None or self._seeded),
             max_depth=sampling.speculation.depth,
             arrival_time=perf_counter(),

@@ -24,15 +24,15 @@ class PreparedGrammars:
     def prepare(self, spec: GrammarSpec) -> None:
         """May take seconds, in any thread. Raises InvalidRequest, EngineBusy."""
         self._coming(spec)
-        made = self._compiler.compile(spec)
+        grammar = self._compiler.compile(spec)
         with self._lock:
-            self._ready.append((spec, made))
+            self._ready.append((spec, grammar))
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """An unused state: one that was prepared, or a new one, for a request that was preempted."""
         with self._lock:
-            for place, (known, made) in enumerate(self._ready):
-                if known == spec:
+            for place, (ready_spec, grammar) in enumerate(self._ready):
+                if ready_spec == spec:
                     del self._ready[place]
-                    return made
+                    return grammar
         return self._compiler.compile(spec)

@@ -167,31 +167,31 @@ class Scheduler:
         service, alone = self._policy, len(self.live) == 1
         long = [req for req in running if self._is_long(req, req.num_shared_tokens)]
         short = [req for req in running if not self._is_long(req, req.num_shared_tokens)] if long else running
-        chosen, admitted = self._share(short, left - (left // 4 if long else 0), long=False)
-        if service.long_prompt is None or (chosen and not self._long_prompts_waited):
+        prompts, admitted = self._share(short, left - (left // 4 if long else 0), long=False)
+        if service.long_prompt is None or (prompts and not self._long_prompts_waited):
             self._long_prompts_waited = True
         else:
             self._long_prompts_waited = False
-            left -= sum(rows for _, rows in chosen)
+            left -= sum(rows for _, rows in prompts)
             more, others = self._share(long, left, long=True, limit=left if alone else service.long_rows)
-            chosen, admitted = chosen + more, admitted + others
-        return [(req, chunk(req, self._prefixes.rows(req, rows))) for req, rows in chosen], [admission(req) for req in admitted]
+            prompts, admitted = prompts + more, admitted + others
+        return [(req, chunk(req, self._prefixes.rows(req, rows))) for req, rows in prompts], [admission(req) for req in admitted]
 
     def _share(
         self, running: Seq[RequestState], left: int, long: bool, limit: int | None = None
     ) -> tuple[list[tuple[RequestState, int]], list[RequestState]]:
         """Prompts with their rows, `left` in all and `limit` of each, and those of them that were admitted just now."""
-        queue, chosen, admitted = deque(running), list[tuple[RequestState, int]](), list[RequestState]()
-        while left > 0 and not (long and len(chosen) == self._policy.max_long):
+        queue, prompts, admitted = deque(running), list[tuple[RequestState, int]](), list[RequestState]()
+        while left > 0 and not (long and len(prompts) == self._policy.max_long):
             req = queue.popleft() if queue else self._admit_next(long)
             if req is None:
                 break
-            if len(chosen) >= len(running):
+            if len(prompts) >= len(running):
                 admitted.append(req)
             rows = min(req.prefill_end - req.num_scheduled_tokens, left, left if limit is None else limit)
-            chosen.append((req, rows))
+            prompts.append((req, rows))
             left -= rows
-        return chosen, admitted
+        return prompts, admitted
 
     def _is_long(self, req: RequestState, start: int) -> bool:
         """A prompt that is computed from token `start` on. It stays long to its end."""
@@ -301,11 +301,11 @@ class Scheduler:
         if len(result.spans) != len(spans):
             raise ValueError(f"{len(spans)} spans but {len(result.spans)} results")
         # What came of a request that has ended in the meantime is dropped unread.
-        given = [each for each in zip(planned.reqs, spans, result.spans, strict=True) if each[0].finish is None]
-        for req, span, booked in given:
+        entries = [entry for entry in zip(planned.reqs, spans, result.spans, strict=True) if entry[0].finish is None]
+        for req, span, booked in entries:
             self._check(req, span, booked)
-        kept = {each.req_idx: each for each in planned.plan.checkpoints}
-        outcomes = (self._book(*each, kept.get(each[1].req_idx)) for each in given)
+        checkpoints = {checkpoint.req_idx: checkpoint for checkpoint in planned.plan.checkpoints}
+        outcomes = (self._book(*entry, checkpoints.get(entry[1].req_idx)) for entry in entries)
         return [outcome for outcome in outcomes if outcome.tokens or outcome.prompt_logprobs or outcome.req.finish is not None]
 
     def fail(self, reqs: Seq[RequestState], error: str) -> list[RequestOutput]:
@@ -330,7 +330,7 @@ class Scheduler:
         if result.error is not None:
             self._end(req, Finish.ERROR, result.error)
             return RequestOutput(req, [], proposal=proposal)
-        kept, finish = until_stop(req, result.tokens, self._eos_ids)
+        tokens, finish = until_stop(req, result.tokens, self._eos_ids)
         settled = req.num_computed_tokens + span.num_tokens
         if span.num_deferred_tokens:
             req.num_stored_tokens = req.num_computed_tokens
@@ -341,15 +341,15 @@ class Scheduler:
         req.num_pending_outputs -= span.samples
         if not req.in_flight:
             req.num_draft_tokens = result.num_draft_tokens
-        req.tokens += kept
+        req.tokens += tokens
         scores = None if result.prompt_logprobs is None else result.prompt_logprobs[max(req.num_scored_prompt_tokens - span.start, 0) :]
         req.num_scored_prompt_tokens = max(req.num_scored_prompt_tokens, min(span.start + span.num_tokens, req.num_prompt_tokens - 1))
         self._prefixes.commit(req, settled, kept_state)
         if finish is not None:
             self._end(req, finish)
         assert finish is not None or req.num_computed_tokens < len(req.tokens) < req.max_num_tokens
-        logprobs = None if result.logprobs is None else result.logprobs[: len(kept)]
-        return RequestOutput(req, kept, min(result.num_accepted_tokens, len(kept)), proposal, logprobs, scores or None)
+        logprobs = None if result.logprobs is None else result.logprobs[: len(tokens)]
+        return RequestOutput(req, tokens, min(result.num_accepted_tokens, len(tokens)), proposal, logprobs, scores or None)
 
     def _end(self, req: RequestState, finish: Finish, error: str | None = None) -> None:
         req.num_draft_tokens, req.finish, req.error = 0, finish, error

@@ -52,10 +52,10 @@ from mtpserve.weights.rules import Copy, Rule
 class DFlashLayer(nn.Module):
     def __init__(self, arch: DFlashArch, kind: Attention, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
-        own, hidden = arch.model, arch.model.hidden
-        self.attention_norm, self.mlp_norm = RMSNorm(hidden, own.norm_eps, kernels), RMSNorm(hidden, own.norm_eps, kernels)
-        self.attention = GQA(own, kind, method, kernels)
-        self.mlp = MLP(hidden, own.intermediate, method, kernels)
+        model_arch, hidden = arch.model, arch.model.hidden
+        self.attention_norm, self.mlp_norm = RMSNorm(hidden, model_arch.norm_eps, kernels), RMSNorm(hidden, model_arch.norm_eps, kernels)
+        self.attention = GQA(model_arch, kind, method, kernels)
+        self.mlp = MLP(hidden, model_arch.intermediate, method, kernels)
         taps, group = arch.convolution or (0, 1)
         self.attention_conv = BlockConvolution(hidden, taps, group, method) if taps else None
         self.mlp_conv = BlockConvolution(hidden, taps, group, method) if taps else None
@@ -104,15 +104,20 @@ class DFlashModel(nn.Module):
         self, arch: DFlashArch, trunk: DecoderModel, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
     ) -> None:  # fmt: skip
         super().__init__()
-        own, self.arch, self.borrowed, self.hidden = arch.model, arch, [trunk], arch.model.hidden
+        model_arch, self.arch, self.borrowed, self.hidden = arch.model, arch, [trunk], arch.model.hidden
         self.mask, self.causal, self.features = arch.mask, arch.causal, Features(taps=arch.taps)
-        self.layers: tuple[LayerKind, ...] = own.layers
-        self.fc = Linear(len(arch.taps) * own.hidden, (own.hidden,), methods.draft)
-        self.hidden_norm, self.norm = RMSNorm(own.hidden, own.norm_eps, kernels), RMSNorm(own.hidden, own.norm_eps, kernels)
-        self.blocks = nn.ModuleList(DFlashLayer(arch, own.attention(i), methods.draft, kernels) for i in range(len(own.layers)))
-        self.rope = Rope(own.rope, positions, dtype)
+        self.layers: tuple[LayerKind, ...] = model_arch.layers
+        self.fc = Linear(len(arch.taps) * model_arch.hidden, (model_arch.hidden,), methods.draft)
+        self.hidden_norm, self.norm = (
+            RMSNorm(model_arch.hidden, model_arch.norm_eps, kernels),
+            RMSNorm(model_arch.hidden, model_arch.norm_eps, kernels),
+        )
+        self.blocks = nn.ModuleList(
+            DFlashLayer(arch, model_arch.attention(i), methods.draft, kernels) for i in range(len(model_arch.layers))
+        )
+        self.rope = Rope(model_arch.rope, positions, dtype)
         self.trunk_head = shared_head(trunk, methods)
-        self.selector = None if arch.selector is None else CandidateSelector(arch.selector, own, methods.draft)
+        self.selector = None if arch.selector is None else CandidateSelector(arch.selector, model_arch, methods.draft)
 
     def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """What is committed has keys and values. Nobody gets the output."""
@@ -152,13 +157,13 @@ class DFlash(Separate):
         values, checkpoint, spec = read_config(directory), opened(directory, config), config.spec
         arch = read(values, trunk)
         if spec.steps >= arch.size:
-            most = f"{directory} drafts blocks of {arch.size} tokens, the last committed one included"
-            raise ConfigError(f"--speculative-num-steps must be at most {arch.size - 1}, got {spec.steps}: {most}")
+            reason = f"{directory} drafts blocks of {arch.size} tokens, the last committed one included"
+            raise ConfigError(f"--speculative-num-steps must be at most {arch.size - 1}, got {spec.steps}: {reason}")
         if spec.speculative_token_map is not None and not arch.plain_logits:
             raise ConfigError("--speculative-token-map needs a draft model whose logits are the head's, and this one changes them")
-        own = arch.model
-        kind = f"{'DFlash' if arch.selector is None else 'DFlash2'} drafter ({len(own.layers)} layers, blocks of {arch.size})"
-        drafts = DraftArch(kind, own.layers, Features(taps=arch.taps), scale=own.scale)
+        model_arch = arch.model
+        kind = f"{'DFlash' if arch.selector is None else 'DFlash2'} drafter ({len(model_arch.layers)} layers, blocks of {arch.size})"
+        drafts = DraftArch(kind, model_arch.layers, Features(taps=arch.taps), scale=model_arch.scale)
         start = r"model\." if any(name.startswith("model.") for name in checkpoint.tensors) else ""
         return Head(checkpoint, drafts, rules_of(arch, start), partial(make, arch))
 

@@ -101,8 +101,8 @@ def model_of(config: HFConfig, section: HFConfig) -> ModelArch:
         raise config.unsupported("is_neox_style", "true")
 
     def kinds(config: HFConfig, kv: KVLayout) -> Sequence[LayerKind]:
-        heads, own = config.get_int("num_attention_heads"), windows(config, section)
-        return [Attention(kv, window, heads=heads) for window in own]
+        heads, layer_windows = config.get_int("num_attention_heads"), windows(config, section)
+        return [Attention(kv, window, heads=heads) for window in layer_windows]
 
     bias = config.get_bool("attention_bias", False)
     arch = gqa.arch(

@@ -124,7 +124,7 @@ class Eagle(Separate):
         prefix, numbers = gqa.prefix_of(checkpoint), range(len(arch.layers))
         fuse = [(r"fc\.weight", "fuse.weight")] + ([(r"fc\.bias", "fuse.bias")] if bias else [])
         rules = gqa.rules(prefix, fuse, [(r"embed_tokens\.weight", THE_TRUNKS)]) + gqa.rules("", [], [(r"lm_head\.weight", THE_TRUNKS)])
-        without = [each for each in layer_names(arch) if each[1] != "attention_norm.weight"]
+        without = [entry for entry in layer_names(arch) if entry[1] != "attention_norm.weight"]
         for number in numbers:
             names = layer_names(arch) if number else without
             rules += one_layer(f"{prefix}layers.{number}.", f"blocks.{number}.", names)

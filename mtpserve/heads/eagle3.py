@@ -104,8 +104,8 @@ class Projection(nn.Module):
         width, eps = len(arch.taps) * arch.trunk, arch.layers.norm_eps
         self.trunk = arch.trunk
         self.all_norm = RMSNorm(width, eps, kernels) if arch.norms == "all" else None
-        each = len(arch.taps) if arch.norms == "each" else 0
-        self.each_norm = nn.ModuleList(RMSNorm(arch.trunk, eps, kernels) for _ in range(each))
+        num_norms = len(arch.taps) if arch.norms == "each" else 0
+        self.each_norm = nn.ModuleList(RMSNorm(arch.trunk, eps, kernels) for _ in range(num_norms))
         self.project = Linear(width, (arch.layers.hidden,), methods.draft, bias=arch.fuse_bias)
 
     def forward(self, tapped: Tensor) -> Tensor:
@@ -227,12 +227,12 @@ def arch_of(values: HFConfig, checkpoint: Checkpoint, trunk: ModelArch) -> Eagle
         raise LoadError(f"{checkpoint.directory}: d2t is missing: draft_vocab_size is {drafts}, and nothing says which tokens these are")
     own_embedding = gqa.stores(checkpoint, "embed_tokens.weight", layers.hidden != trunk.hidden)
     own_head = gqa.stores(checkpoint, "lm_head.weight", True)
-    for name, own in (("embed_tokens.weight", own_embedding), ("lm_head.weight", own_head)):
+    for name, is_stored in (("embed_tokens.weight", own_embedding), ("lm_head.weight", own_head)):
         shared = layers.hidden == trunk.hidden and (name != "lm_head.weight" or drafts == trunk.vocab)
-        if not own and not shared:
+        if not is_stored and not shared:
             raise LoadError(f"{checkpoint.directory}: {name} is missing, and the model's has another size than the head needs")
-    each, together = flat.get_bool("fc_norm", False), flat.get_bool("norm_before_fc", False)
-    flat.require(not (each and together), "fc_norm", "false together with norm_before_fc")
+    fc_norm, together = flat.get_bool("fc_norm", False), flat.get_bool("norm_before_fc", False)
+    flat.require(not (fc_norm and together), "fc_norm", "false together with norm_before_fc")
     return Eagle3Arch(
         layers=layers,
         trunk=trunk.hidden,
@@ -242,7 +242,7 @@ def arch_of(values: HFConfig, checkpoint: Checkpoint, trunk: ModelArch) -> Eagle
         own_embedding=own_embedding,
         own_head=own_head,
         fuse_bias=gqa.stores(checkpoint, "fc.bias", flat.get_bool("bias", False)),
-        norms="each" if each else "all" if together else None,
+        norms="each" if fc_norm else "all" if together else None,
         norm_output=flat.get_bool("norm_output", False),
         norm_before_residual=flat.get_bool("norm_before_residual", False),
     )
@@ -252,16 +252,16 @@ def taps_of(flat: HFConfig, top: HFConfig, eagle: HFConfig, layers: int) -> tupl
     """Layers of the trunk whose outputs are tapped, ascending."""
     if not flat.get_bool("use_aux_hidden_state", True):
         return ()
-    given: Any = top.raw(IDS) or eagle.raw(IDS)
+    layer_ids: Any = top.raw(IDS) or eagle.raw(IDS)
     where, before = (top, 1) if top.raw(IDS) else (eagle, 0)
-    if not given:
+    if not layer_ids:
         # The authors' choice.
-        given, before = [2, layers // 2, layers - 3], 1
-    numbers = isinstance(given, list) and all(type(number) is int for number in given)
-    good = numbers and given == sorted(set(given)) and all(0 <= number - before < layers for number in given)
+        layer_ids, before = [2, layers // 2, layers - 3], 1
+    numbers = isinstance(layer_ids, list) and all(type(number) is int for number in layer_ids)
+    good = numbers and layer_ids == sorted(set(layer_ids)) and all(0 <= number - before < layers for number in layer_ids)
     wanted = f"ascending numbers of layers in [{before}, {layers - 1 + before}], for a model of {layers} layers"
     where.require(good, IDS, wanted)
-    return tuple(number - before for number in given)
+    return tuple(number - before for number in layer_ids)
 
 
 def rules(arch: Eagle3Arch, checkpoint: Checkpoint) -> list[Rule]:
@@ -278,16 +278,16 @@ def rules(arch: Eagle3Arch, checkpoint: Checkpoint) -> list[Rule]:
         weights.append((r"input_norm\.weight", "fuse.all_norm.weight"))
     if arch.own_embedding:
         weights.append((r"embed_tokens\.weight", "embed.weight"))
-    found = gqa.rules(prefix, weights, [(r"rotary_emb\.inv_freq", "computed")])
+    head_rules = gqa.rules(prefix, weights, [(r"rotary_emb\.inv_freq", "computed")])
     outside = [(r"lm_head\.weight", "head.weight")] + ([("d2t", "d2t")] if arch.mapped else [])
     dropped = [("t2d", "the other way round"), (r"verifier_(?:norm|lm_head)\.weight", "the trunk's")]
-    found += gqa.rules("", outside, dropped if arch.mapped else [*dropped, ("d2t", "each token is its own")])
+    head_rules += gqa.rules("", outside, dropped if arch.mapped else [*dropped, ("d2t", "each token is its own")])
     names = layer_names(arch.layers)
     first = [*names, (r"hidden_norm\.weight", "hidden_norm.weight", Copy())]
-    found += one_layer(prefix + ("midlayer." if middle else "layers.0."), "first.", first)
+    head_rules += one_layer(prefix + ("midlayer." if middle else "layers.0."), "first.", first)
     for number in range(1, len(arch.layers.layers)):
-        found += one_layer(f"{prefix}layers.{number}.", f"blocks.{number - 1}.", names)
-    return found
+        head_rules += one_layer(f"{prefix}layers.{number}.", f"blocks.{number - 1}.", names)
+    return head_rules
 
 
 EAGLE3 = Eagle3()

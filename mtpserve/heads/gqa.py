@@ -24,7 +24,7 @@ def arch(config: HFConfig, checkpoint: Checkpoint, name: str, trunk: ModelArch) 
     if trunk.streams is not None:
         raise UnsupportedModel(f"{config.path}: this head needs one hidden state of a layer, and a {trunk.family} has several")
     bias = config.get_bool("attention_bias", False)
-    found = gqa.arch(
+    model_arch = gqa.arch(
         config.with_default("eos_token_id", 0),  # which heads need not name
         name,
         positions=2048,
@@ -33,7 +33,9 @@ def arch(config: HFConfig, checkpoint: Checkpoint, name: str, trunk: ModelArch) 
         head_norms=stores(checkpoint, "self_attn.q_norm.weight", config.raw("model_type") == "qwen3"),
         trunk=gqa.windowed,
     )
-    return replace(found, layers=tuple(replace(kind, heads=found.heads) for kind in found.layers if isinstance(kind, Attention)))
+    return replace(
+        model_arch, layers=tuple(replace(kind, heads=model_arch.heads) for kind in model_arch.layers if isinstance(kind, Attention))
+    )
 
 
 def stores(checkpoint: Checkpoint, name: str, default: bool) -> bool:

@@ -54,18 +54,18 @@ def algorithm_of(directory: Path) -> str | None:
     layers, apart = numbers_in(NUMBERED_LAYER, names), numbers_in(NUMBERED, names)
     if apart and layers[0] == apart[0]:
         return "NEXTN"
-    given = values.raw("architectures")
-    known = isinstance(given, list) and any(name in FAMILIES.entries for name in given)
-    return STANDALONE if names and known else None
+    architectures = values.raw("architectures")
+    is_known = isinstance(architectures, list) and any(name in FAMILIES.entries for name in architectures)
+    return STANDALONE if names and is_known else None
 
 
-def require_kind(asked: str, directory: Path) -> None:
-    """Raises ConfigError where --speculative-algorithm `asked` names a kind of draft model, and another one is there."""
-    found = algorithm_of(directory)
-    if found is None or asked not in (*HEADS, "MTP", STANDALONE, "DRAFT_MODEL") or DRAFTERS.entries[asked] == DRAFTERS.entries[found]:
+def require_kind(algorithm: str, directory: Path) -> None:
+    """Raises ConfigError where --speculative-algorithm `algorithm` names a kind of draft model, and another one is there."""
+    kind = algorithm_of(directory)
+    if kind is None or algorithm not in (*HEADS, "MTP", STANDALONE, "DRAFT_MODEL") or DRAFTERS.entries[algorithm] == DRAFTERS.entries[kind]:
         return
     # EAGLE has several meanings, and an MTP layer may be a whole model's.
-    if found in {"EAGLE": ("EAGLE3", "NEXTN", STANDALONE), "MTP": (STANDALONE,), "NEXTN": (STANDALONE,)}.get(asked, ()):
+    if kind in {"EAGLE": ("EAGLE3", "NEXTN", STANDALONE), "MTP": (STANDALONE,), "NEXTN": (STANDALONE,)}.get(algorithm, ()):
         return
-    what = HEADS.get(found, "a whole model")
-    raise ConfigError(f"--speculative-algorithm {asked}: {directory} is {what}, whose algorithm is {found}")
+    what = HEADS.get(kind, "a whole model")
+    raise ConfigError(f"--speculative-algorithm {algorithm}: {directory} is {what}, whose algorithm is {kind}")

@@ -99,15 +99,15 @@ class Medusa(Separate):
         used, one = max(steps, 1), values.get_bool("original_lm_head", False)
         theirs = [name for name in names if re.search(rf"lm_heads?\.|(?:^|\.)\d+\.{layers}\.weight", name)]
         # Where there are no tensors each has a head of its own.
-        own = (1 if one else used) if theirs or not names else 0
+        num_lm_heads = (1 if one else used) if theirs or not names else 0
         if config.spec.speculative_token_map is not None:
             raise ConfigError("--speculative-token-map needs a draft model that multiplies the head alone, which Medusa heads do not")
         # vLLM leaves out a head's rows for other tokens while it loads. Here such a head keeps all.
         rows = checkpoint.tensors[theirs[0]].shape[0] if theirs else values.get_int("truncated_vocab_size", trunk.vocab, at_least=1)
         tokens = min(rows, trunk.vocab)
-        arch = MedusaArch(used, layers, any(name.endswith(".bias") for name in names), own, tokens, tokens < trunk.vocab)
+        arch = MedusaArch(used, layers, any(name.endswith(".bias") for name in names), num_lm_heads, tokens, tokens < trunk.vocab)
         kind = f"{heads} Medusa heads of {layers} residual block{'s' * (layers > 1)}"
-        drafts = DraftArch(kind, (), MedusaHeads.features, own_head=own > 0)
+        drafts = DraftArch(kind, (), MedusaHeads.features, own_head=num_lm_heads > 0)
         return Head(checkpoint, drafts, rules_of(arch, names), partial(make, arch))
 
 
@@ -120,24 +120,24 @@ def numbers(config: HFConfig) -> tuple[int, int]:
 
 def rules_of(arch: MedusaArch, names: list[str]) -> list[Rule]:
     """Of tensors `names`, whose heads after the first ones are not used."""
-    start = re.escape(next((found[0] for name in names if (found := re.match(r"medusa_heads?\.", name))), ""))
+    start = re.escape(next((match[0] for name in names if (match := re.match(r"medusa_heads?\.", name))), ""))
 
     def some(count: int) -> tuple[str, str]:
         numbers = "|".join(map(str, range(count)))
         return rf"(?P<head>{numbers})", rf"(?!(?:{numbers})\.)\d+"
 
-    (used, unused), (own, shared) = some(arch.heads), some(max(arch.own, 1))
+    (used, unused), (lm_head, shared) = some(arch.heads), some(max(arch.own, 1))
     deeper = Drop("a head that is not used")
     if any(re.match(start + r"\d+\.", name) for name in names):
         rules = [
             Rule(rf"{start}{used}\.(?P<layer>\d+)\.linear\.(?P<part>weight|bias)", "blocks.{head}.{layer}.{part}"),
             Rule(rf"{start}{unused}\..+", None, deeper),
         ]
-        return rules + ([Rule(rf"{start}{own}\.{arch.layers}\.weight", "heads.{head}.weight")] if arch.own else [])
+        return rules + ([Rule(rf"{start}{lm_head}\.{arch.layers}\.weight", "heads.{head}.weight")] if arch.own else [])
     return [
         Rule(rf"{start}blocks\.{used}\.layers\.(?P<layer>\d+)\.(?P<part>weight|bias)", "blocks.{head}.{layer}.{part}"),
         Rule(rf"{start}blocks\.{unused}\..+", None, deeper),
-        Rule(rf"{start}lm_heads\.{own}\.weight", "heads.{head}.weight"),
+        Rule(rf"{start}lm_heads\.{lm_head}\.weight", "heads.{head}.weight"),
         Rule(rf"{start}lm_heads\.{shared}\..+", None, deeper),
         Rule(rf"{start}lm_head\.weight", "heads.0.weight"),
         Rule(rf"{start}token_map", "token_map") if arch.mapped else Rule(rf"{start}token_map", None, Drop("of all tokens")),

@@ -43,8 +43,8 @@ class StandaloneModel(nn.Module):
 
     @property
     def tokens(self) -> Tensor | None:
-        own = self.model.arch.vocab
-        return None if own >= self.vocab else torch.arange(own, device=self.model.norm.weight.device)
+        vocab_size = self.model.arch.vocab
+        return None if vocab_size >= self.vocab else torch.arange(vocab_size, device=self.model.norm.weight.device)
 
     def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         if self.model.arch.vocab < self.vocab:  # padding that the target has said
@@ -76,8 +76,8 @@ class Standalone(Separate):
         if len(layers) < len(arch.layers) or arch.streams is not None:
             why = "a draft model keeps nothing but keys and values of each token, no states and no entries of several tokens"
             raise UnsupportedModel(f"{values.path}: a {arch.family} model cannot draft for another one: {why}")
-        own = mtp_layers(checkpoint.tensors, arch.num_layers)
-        rules = family.trunk_rules(arch) + [dropped(prefix, "an MTP layer that is not used") for prefix in (own.prefixes if own else ())]
+        mtp = mtp_layers(checkpoint.tensors, arch.num_layers)
+        rules = family.trunk_rules(arch) + [dropped(prefix, "an MTP layer that is not used") for prefix in (mtp.prefixes if mtp else ())]
         rules = [rule if rule.target is None else replace(rule, target=f"model.{rule.target}") for rule in rules]
         kind = f"draft model ({arch.family}, {arch.num_layers} layers of {arch.hidden})"
         drafts = DraftArch(kind, layers, scale=arch.scale, own_head=True)
@@ -92,8 +92,8 @@ def make(
     family: Family, arch: ModelArch, layers: tuple[LayerKind, ...], trunk: DecoderModel, methods: Methods, dtype: torch.dtype,
     positions: int, kernels: Kernels,
 ) -> StandaloneModel:  # fmt: skip
-    own = Methods(methods.draft, methods.draft_head or methods.head, methods.draft)
-    return StandaloneModel(family.build(arch, own, dtype, positions, kernels), layers, trunk.arch.vocab)
+    draft_methods = Methods(methods.draft, methods.draft_head or methods.head, methods.draft)
+    return StandaloneModel(family.build(arch, draft_methods, dtype, positions, kernels), layers, trunk.arch.vocab)
 
 
 STANDALONE = Standalone()

@@ -26,7 +26,11 @@ NUMBERS = 6
 def seat(requests: Seq[RunnerRequest], pages: Seq[NewPages], req_tensors: DeviceRequests, sampling: SamplingState) -> None:
     """`requests` are those of requests that were admitted just now."""
     biased = [(request.req_idx, token, bias) for request in requests if request.has_bias for token, bias in biases(request).items()]
-    entries = [(each.group, each.req_idx, column, page) for each in pages for column, page in enumerate(each.pages, each.first_block)]
+    entries = [
+        (new_pages.group, new_pages.req_idx, column, page)
+        for new_pages in pages
+        for column, page in enumerate(new_pages.pages, new_pages.first_block)
+    ]
     parts = iter(
         staged(
             [
@@ -70,20 +74,20 @@ def seat(requests: Seq[RunnerRequest], pages: Seq[NewPages], req_tensors: Device
 
 
 def start_states(new_requests: Seq[NewRequest], states: States) -> None:
-    found = [each for each in new_requests if each.start_state >= 0]
-    lists = [[each.req_idx for each in new_requests], [each.num_computed_tokens for each in new_requests]]
-    lists += [[each.start_state for each in found], [each.req_idx for each in found]]
+    prefix_hits = [request for request in new_requests if request.start_state >= 0]
+    lists = [[request.req_idx for request in new_requests], [request.num_computed_tokens for request in new_requests]]
+    lists += [[request.start_state for request in prefix_hits], [request.req_idx for request in prefix_hits]]
     states.start(*staged(lists, states.computed.device))
 
 
 def integers(request: RunnerRequest, eos_ids: Collection[int]) -> list[int]:
     """[INTEGERS + STOPS]"""
-    given, params = request.new_request, request.sampling
+    new_request, params = request.new_request, request.sampling
     ends = [*(() if params.ignore_eos else eos_ids), *params.stop_token_ids]
     return [
-        *(len(given.tokens), given.num_computed_tokens, given.num_prompt_tokens, given.max_num_tokens, 0),
-        *(max(params.top_k, 0), given.seed),
-        int(given.point_masses),
+        *(len(new_request.tokens), new_request.num_computed_tokens, new_request.num_prompt_tokens, new_request.max_num_tokens, 0),
+        *(max(params.top_k, 0), new_request.seed),
+        int(new_request.point_masses),
         params.min_tokens,
         *[*ends, *[-1] * STOPS][:STOPS],
     ]

@@ -92,8 +92,8 @@ class DeviceRequests:
 
     @property
     def nbytes(self) -> int:
-        own = self.tokens, self.counts, self.stops, self.done, self.block_tables, self.draft_probs, self.draft_sources
-        return sum(part.nbytes for part in (*own, *(self.draft_tree or ())))
+        tensors = self.tokens, self.counts, self.stops, self.done, self.block_tables, self.draft_probs, self.draft_sources
+        return sum(part.nbytes for part in (*tensors, *(self.draft_tree or ())))
 
     def predict(self, req_idx: int, prediction: Tensor) -> None:
         """What the output of the request in this seat probably repeats [n]; empty: nothing."""

@@ -121,9 +121,9 @@ class BatchInputs:
 
 def is_first(plan: SpanPlan, request: RunnerRequest, lag: int | None) -> bool:
     """Whether it is a request's first span, after pages that another one has computed or, with a lag of 0, after nothing."""
-    given = request.new_request
-    return plan.start == given.num_computed_tokens and (
-        plan.start < given.num_shared_tokens or lag == 0 or (lag is not None and given.num_shared_tokens > 0)
+    new_request = request.new_request
+    return plan.start == new_request.num_computed_tokens and (
+        plan.start < new_request.num_shared_tokens or lag == 0 or (lag is not None and new_request.num_shared_tokens > 0)
     )
 
 
@@ -136,14 +136,14 @@ def after_others(plans: Seq[SpanPlan], requests: Seq[RunnerRequest], lag: int | 
     return resumed, unstored
 
 
-def build(given: BatchInputs, req_tensors: DeviceRequests) -> Batch:
-    rows = given.layout
-    batch = place(rows, req_tensors, given.req_indices, given.sampler, given.draft_spans)
-    batch = batch._replace(resumed=given.resumed, predictions=given.predictions, checkpoints=given.checkpoints)
-    batch = without_stores(batch, given.unstored)
-    if not given.has_trees or rows.widest == 0:
+def build(inputs: BatchInputs, req_tensors: DeviceRequests) -> Batch:
+    rows = inputs.layout
+    batch = place(rows, req_tensors, inputs.req_indices, inputs.sampler, inputs.draft_spans)
+    batch = batch._replace(resumed=inputs.resumed, predictions=inputs.predictions, checkpoints=inputs.checkpoints)
+    batch = without_stores(batch, inputs.unstored)
+    if not inputs.has_trees or rows.widest == 0:
         return batch
-    tree = req_tensors.waiting_tree(given.req_indices, rows.widest)
+    tree = req_tensors.waiting_tree(inputs.req_indices, rows.widest)
     # Siblings share a position, not a slot; a node sees its ancestors and what is committed.
     root = batch.token_indices[rows.last_token_rows]
     committed = rows.node == 0

@@ -82,8 +82,8 @@ def page_shares(arch: ModelArch, sizes: TokenSizes, page_size: int, beyond: int)
         token = sum(sizes.token(kind) for kind in attention_kinds(arch.layers) if kind.held == window)
         if window is None:
             token += sum(sizes.part_of_entry(kind) for kind in attention_kinds(arch.layers))
-        most = None if window is None else (columns(window + beyond, page_size) + 1) * page_size
-        shares.append(PageShare(window, token, most))
+        max_tokens = None if window is None else (columns(window + beyond, page_size) + 1) * page_size
+        shares.append(PageShare(window, token, max_tokens))
     return shares
 
 
@@ -146,7 +146,7 @@ def plan_memory(
     shares = page_shares(arch, sizes, page_size, scheduler.step_tokens + lookahead)
     shares[0] = replace(shares[0], token=shares[0].token + columns(boundary, page_size))
     token, ahead = sum(share.token for share in shares), lookahead
-    most = scheduler.most_running(spec.nodes + 1)
+    max_running = scheduler.most_running(spec.nodes + 1)
     weights, total = sum(size for _, size in fixed.rows), config.cache.max_total_tokens
     state_bytes, waiting_bytes = state_sizes(arch, fixed.itemsize, spec.nodes)
 
@@ -169,14 +169,14 @@ def plan_memory(
         budget = int(usable_memory(device, config.parallel.ranks) * fraction) - weights
         typical = max(context // SHARE_OF_CONTEXT, 1)
         # Half of the states are kept ones, at least.
-        each = sum(share.token * tokens_in(share, typical, 1) for share in shares) + 2 * state_bytes + waiting_bytes
-        running = scheduler.max_running_requests or concurrency(max(budget, 0) * typical // each, context, most)
+        request_bytes = sum(share.token * tokens_in(share, typical, 1) for share in shares) + 2 * state_bytes + waiting_bytes
+        running = scheduler.max_running_requests or concurrency(max(budget, 0) * typical // request_bytes, context, max_running)
         budget -= sum(size for _, size in working(running)) + page_size * token
         states = kept_states(config, state_bytes, running, budget)
         budget -= states * state_bytes
         total = largest(shares, budget, running, running * (context + ahead + page_size))
     else:
-        running = scheduler.max_running_requests or concurrency(total, context, most)
+        running = scheduler.max_running_requests or concurrency(total, context, max_running)
         states = kept_states(config, state_bytes, running, None)
     pages, kinds = divided(shares, total, running, page_size, weights), attention_kinds(arch.layers)
     rows = [
@@ -196,10 +196,12 @@ def require_memory(plan: MemoryPlan, config: EngineConfig, device: torch.device)
     needed = sum(size for _, size in sure)
     if needed <= there:
         return
-    what, most = max(sure, key=lambda row: row[1])
+    what, max_bytes = max(sure, key=lambda row: row[1])
     advice = "lower --max-running-requests" if config.cache.max_total_tokens is None else "lower --max-total-tokens"
     gib = 2**30
-    raise NoRoom(f"{needed / gib:,.1f} GiB are needed, of which {what} takes {most / gib:,.1f}, and there are {there / gib:,.1f}: {advice}")
+    raise NoRoom(
+        f"{needed / gib:,.1f} GiB are needed, of which {what} takes {max_bytes / gib:,.1f}, and there are {there / gib:,.1f}: {advice}"
+    )
 
 
 def divided(shares: list[PageShare], total: int, running: int, page_size: int, weights: int) -> tuple[int, ...]:
@@ -244,8 +246,8 @@ def kv_rows(arch: ModelArch, sizes: TokenSizes, page_size: int, pages: tuple[int
     for kind in dict.fromkeys(attention_kinds(arch.layers)):
         tokens, layers = pages[windows.index(kind.held)] * page_size, arch.layers.count(kind)
         size = layers * sizes.token(kind)
-        kept = min(running * ahead, tokens) if kind.window is None else 0
-        rows.append((f"KV, {tokens - kept:,} tokens in {layers} layers ({kind})", (tokens - kept) * size))
+        num_lookahead_tokens = min(running * ahead, tokens) if kind.window is None else 0
+        rows.append((f"KV, {tokens - num_lookahead_tokens:,} tokens in {layers} layers ({kind})", (tokens - num_lookahead_tokens) * size))
         if kind.compressed is not None:
             entries = pages[0] * page_size // kind.compressed.every
             rows.append(
@@ -254,12 +256,12 @@ def kv_rows(arch: ModelArch, sizes: TokenSizes, page_size: int, pages: tuple[int
                     layers * pages[0] * entries_of_page(kind, sizes, page_size),
                 )
             )
-        all_ahead += kept * size
+        all_ahead += num_lookahead_tokens * size
     return [*rows, (f"KV, kept ahead: {running} requests x {ahead} tokens", all_ahead)]
 
 
-def concurrency(tokens: int, context: int, most: int) -> int:
-    return max(1, min(most, tokens * SHARE_OF_CONTEXT // context))
+def concurrency(tokens: int, context: int, max_running: int) -> int:
+    return max(1, min(max_running, tokens * SHARE_OF_CONTEXT // context))
 
 
 def workspace(config: EngineConfig, arch: ModelArch, itemsize: int, running: int) -> int:
@@ -275,8 +277,8 @@ def workspace(config: EngineConfig, arch: ModelArch, itemsize: int, running: int
 def selection(arch: ModelArch, rows: int, context: int) -> int:
     """Of layers that attend to selected tokens: the slots of these for each row of a step, and the scores of as many rows as fit."""
     kinds = attention_kinds(arch.layers)
-    chosen = [kind.selected for kind in kinds] + [kind.compressed.selected for kind in kinds if kind.compressed is not None]
-    best = max((each.best for each in chosen if each is not None), default=0)
+    selectors = [kind.selected for kind in kinds] + [kind.compressed.selected for kind in kinds if kind.compressed is not None]
+    best = max((selector.best for selector in selectors if selector is not None), default=0)
     return rows * best * 8 + min(rows * context, max(MAX_SCORES, context)) * 4 if best else 0
 
 

@@ -121,10 +121,10 @@ class CPUCopies:
         self._threads = threads
 
     def save(self, group: GroupBlocks, pages: Seq[Transfer]) -> list[Job]:
-        return [Ended(_timed(_copied, group, each.page, each.block, False)[1]) for each in pages]
+        return [Ended(_timed(_copied, group, transfer.page, transfer.block, False)[1]) for transfer in pages]
 
     def load(self, group: GroupBlocks, pages: Seq[Transfer]) -> list[Job]:
-        return [self._threads.submit(_timed, _copied, group, each.page, each.block, True) for each in pages]
+        return [self._threads.submit(_timed, _copied, group, transfer.page, transfer.block, True) for transfer in pages]
 
 
 def _copied(group: GroupBlocks, page: int, block: int, up: bool) -> bool:
@@ -176,11 +176,11 @@ class CudaCopies:
         self._stream = torch.cuda.Stream()
 
     def save(self, group: GroupBlocks, pages: Seq[Transfer]) -> list[Job]:
-        staged = [[(device.contiguous(), host) for device, host in group.pieces(each.page, each.block)] for each in pages]
-        return self._moved([[(host, copy) for copy, host in each] for each in staged])
+        staged = [[(device.contiguous(), host) for device, host in group.pieces(transfer.page, transfer.block)] for transfer in pages]
+        return self._moved([[(host, copy) for copy, host in pairs] for pairs in staged])
 
     def load(self, group: GroupBlocks, pages: Seq[Transfer]) -> list[Job]:
-        return self._moved([group.pieces(each.page, each.block) for each in pages])
+        return self._moved([group.pieces(transfer.page, transfer.block) for transfer in pages])
 
     def _moved(self, pages: Seq[Seq[tuple[Tensor, Tensor]]]) -> list[Job]:
         """(target, source) of each page's parts."""
@@ -202,7 +202,7 @@ class CudaCopies:
 def host_blocks(parts: Seq[Seq[Tensor]], counts: Seq[int]) -> list[Tensor]:
     """So many blocks of each group, [blocks, bytes] uint8 in memory that is the process's own."""
     cuda = parts[0][0].is_cuda
-    return [torch.empty(count, block_bytes(own), dtype=torch.uint8, pin_memory=cuda) for own, count in zip(parts, counts, strict=True)]
+    return [torch.empty(count, block_bytes(part), dtype=torch.uint8, pin_memory=cuda) for part, count in zip(parts, counts, strict=True)]
 
 
 class Transfers:
@@ -218,23 +218,29 @@ class Transfers:
     def start(self, transfers: Seq[Transfer]) -> None:
         """In the order of the device's work: after the steps that were launched, before those that will be."""
         for number, group in enumerate(self.groups):
-            own = [each for each in transfers if each.group == number]
-            saves, loads = ([each for each in own if each.kind == kind] for kind in ("save", "load"))
+            group_transfers = [transfer for transfer in transfers if transfer.group == number]
+            saves, loads = ([transfer for transfer in group_transfers if transfer.kind == kind] for kind in ("save", "load"))
             self._moving += zip(saves, self._copies.save(group, saves), strict=True)
             self._moving += zip(loads, self._copies.load(group, loads), strict=True)
-            self._moving += [(each, self._threads.submit(_timed, self._filed, each)) for each in own if each.kind in ("spill", "fetch")]
+            self._moving += [
+                (transfer, self._threads.submit(_timed, self._filed, transfer))
+                for transfer in group_transfers
+                if transfer.kind in ("spill", "fetch")
+            ]
         pulls = defaultdict[PageSource, list[Transfer]](list)
-        for each in transfers:
-            if each.source is not None:
-                pulls[each.source].append(each)
-        for source, own in pulls.items():
-            self._pull(source, own)
+        for transfer in transfers:
+            if transfer.source is not None:
+                pulls[transfer.source].append(transfer)
+        for source, source_transfers in pulls.items():
+            self._pull(source, source_transfers)
 
     def _pull(self, source: PageSource, pages: Seq[Transfer]) -> None:
         assert self._remote is not None
-        wanted = [WantedPage(each.group, each.key, self.groups[each.group].blocks[each.block].numpy()) for each in pages]
+        wanted = [
+            WantedPage(transfer.group, transfer.key, self.groups[transfer.group].blocks[transfer.block].numpy()) for transfer in pages
+        ]
         whole = _in_thread(partial(self._remote.fetch, source, wanted))
-        self._moving += [(each, PulledPage(whole, index)) for index, each in enumerate(pages)]
+        self._moving += [(transfer, PulledPage(whole, index)) for index, transfer in enumerate(pages)]
 
     def ended(self, idle: bool) -> list[Transferred]:
         """Those that have ended since the last call. `idle`: there is nothing else to do, and one is worth waiting for."""
@@ -242,10 +248,10 @@ class Transfers:
         while idle and self._moving and not any(job.done() for _, job in self._moving) and perf_counter() < until:
             time.sleep(POLL_S)
         moving, over = list[tuple[Transfer, Job]](), list[tuple[Transfer, Job]]()
-        for each in self._moving:
-            (over if each[1].done() else moving).append(each)
+        for entry in self._moving:
+            (over if entry[1].done() else moving).append(entry)
         self._moving = moving
-        return [self._outcome(*each) for each in over]
+        return [self._outcome(*entry) for entry in over]
 
     def _filed(self, transfer: Transfer) -> bool:
         """Between a block and its file, in a thread."""

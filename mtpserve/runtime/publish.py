@@ -51,13 +51,13 @@ def results(
     """All tensors on the host. `waiting`: proposals of the spans that are drafted for; `scored`: the prompts', by the span's number."""
     left, ends = iter(waiting), list(accumulate(columns.widths))
     tokens, proposed, sources, parents, path = (slice(start, end) for start, end in pairwise(ends[2:]))
-    made = []
+    span_results = []
     for r, (span, request, row) in enumerate(zip(spans, requests, table.tolist(), strict=False)):
         (accepted, failed, size), alternatives = row[:3], request.sampling.logprobs
         if not span.samples:
             accepted = 0
         prompt = scored.get(r)
-        made.append(
+        span_results.append(
             SpanResult(
                 row[tokens][: accepted + 1] if span.samples else [],
                 accepted,
@@ -71,13 +71,13 @@ def results(
                 None if prompt is None else listed(prompt, 0, prompt.token_logprobs.shape[1], request.sampling.prompt_logprobs or 0),
             )
         )
-    return made
+    return span_results
 
 
 def listed(scores: Logprobs, row: int, count: int, top: int) -> list[TokenLogprob]:
-    chosen, ranks = scores.token_logprobs[row, :count].tolist(), scores.ranks[row, :count].tolist()
+    token_logprobs, ranks = scores.token_logprobs[row, :count].tolist(), scores.ranks[row, :count].tolist()
     ids, values = scores.top_ids[row, :count, :top].tolist(), scores.top[row, :count, :top].tolist()
-    return [TokenLogprob(c, r, list(zip(i, v, strict=True))) for c, r, i, v in zip(chosen, ranks, ids, values, strict=True)]
+    return [TokenLogprob(c, r, list(zip(i, v, strict=True))) for c, r, i, v in zip(token_logprobs, ranks, ids, values, strict=True)]
 
 
 def prompt_logprobs(spans: Seq[SpanPlan], requests: Seq[RunnerRequest], hidden: Hidden, model: Trunk) -> dict[int, Logprobs]:

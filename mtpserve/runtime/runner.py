@@ -61,10 +61,10 @@ class Part:
         scored = {r: Logprobs(*(part.wait() for part in parts)) for r, parts in (self.scored or {}).items()}
         table = self.table.wait()
         waiting = self.waiting.wait().tolist() if isinstance(self.waiting, Download) else self.waiting
-        made = results(plans, requests, self.columns, table, waiting, logprobs, scored)
-        for request, result in zip(requests, made, strict=True):
+        span_results = results(plans, requests, self.columns, table, waiting, logprobs, scored)
+        for request, result in zip(requests, span_results, strict=True):
             request.tokens += result.tokens
-        return made
+        return span_results
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Runner:
             assert self.transfers is not None
             self.transfers.start(plan.transfers)
         self.admit(plan)
-        self.planned_checkpoints = {kept.req_idx: kept for kept in plan.checkpoints}
+        self.planned_checkpoints = {checkpoint.req_idx: checkpoint for checkpoint in plan.checkpoints}
         spans = [(place, span, self.records[span.req_idx]) for place, span in enumerate(plan.spans)]
         for _, _, request in spans:
             if request.grammar is not None:
@@ -146,9 +146,9 @@ class Runner:
             spans = [span for span in spans if span[2].error is None]
         parts: list[Part] = []
         late = [span for _, span, _ in spans if span.num_deferred_tokens]
-        each = CAUGHT_UP[self.seats.device.type]
-        for first in range(0, len(late), each):
-            self.store_deferred_kv(late[first : first + each])
+        chunk_size = CAUGHT_UP[self.seats.device.type]
+        for first in range(0, len(late), chunk_size):
+            self.store_deferred_kv(late[first : first + chunk_size])
         if spans:
             parts += self.compute(spans, plan.draft_depth)
         return LaunchedStep(parts, refused, self.transfers, moment(self.seats.device))
@@ -235,21 +235,21 @@ class Runner:
     def rows(self, plans: Seq[SpanPlan], requests: Seq[RunnerRequest], draft_depth: int) -> BatchInputs:
         drafting = [r for r, plan in enumerate(plans) if plan.drafts_next]
         wanted = [requests[r].depth(draft_depth) for r in drafting]
-        most = self.max_draft_tokens([plans[r] for r in drafting], draft_depth) if draft_depth else []
+        max_draft_tokens = self.max_draft_tokens([plans[r] for r in drafting], draft_depth) if draft_depth else []
         hosts = [plan.req_idx for plan in plans]
         groups = self.sampling.rules.groups(requests)
         more = [] if groups is None else groups.lists
         resumed, unstored = after_others(plans, requests, self.drafter.lag)
-        known = tuple(hosts), tuple(drafting), tuple(wanted), tuple(most), tuple(resumed), tuple(unstored)
-        inputs = staged([*known, *more], self.seats.device) if more else kept(known, self.seats.device)
-        req_indices, draft_spans, each, most_each, resumed_spans, unstored_spans, *lists = inputs
+        host_lists = tuple(hosts), tuple(drafting), tuple(wanted), tuple(max_draft_tokens), tuple(resumed), tuple(unstored)
+        inputs = staged([*host_lists, *more], self.seats.device) if more else kept(host_lists, self.seats.device)
+        req_indices, draft_spans, num_steps, most_each, resumed_spans, unstored_spans, *lists = inputs
         rules = None if groups is None else BatchRules(self.sampling.rules, requests, groups, lists)
         layout = tuple((plan.num_tokens, plan.num_draft_tokens, plan.samples) for plan in plans)
         return BatchInputs(
             row_layout(layout, self.seats.device, self.sizes.depth if self.sizes.branching else None),
             req_indices,
             None if len(drafting) == len(plans) else draft_spans,
-            DraftTargets(each, max(wanted, default=0), most_each if most else None, *deferral(plans)),
+            DraftTargets(num_steps, max(wanted, default=0), most_each if max_draft_tokens else None, *deferral(plans)),
             not self.seats.branching.isdisjoint(hosts),
             BatchSampler(self.sampling, self.features(requests), rules),
             resumed_spans if resumed else None,
@@ -265,8 +265,8 @@ class Runner:
 
     def checkpoint_numbers(self, plans: Seq[SpanPlan]) -> list[list[int]]:
         """Of each span: after how many tokens a state is kept, and which one."""
-        kept = [self.planned_checkpoints.get(plan.req_idx, NOWHERE) for plan in plans]
-        return [[each.num_tokens for each in kept], [each.state for each in kept]]
+        checkpoints = [self.planned_checkpoints.get(plan.req_idx, NOWHERE) for plan in plans]
+        return [[checkpoint.num_tokens for checkpoint in checkpoints], [checkpoint.state for checkpoint in checkpoints]]
 
     def features(self, requests: Seq[RunnerRequest]) -> SamplingFeatures:
         """The same object as in the last step where the requests are the same, as in steady decoding."""
@@ -281,7 +281,7 @@ class Runner:
         hosts, wanted = [plan.req_idx for plan in plans], [request.depth(draft_depth) for request in requests]
         trees = not self.seats.branching.isdisjoint(hosts)
         deferred, drafts = any(plan.defers_kv for plan in plans), max(plan.num_draft_tokens for plan in plans)
-        kept, lengths = () if self.step.states is None else self.checkpoint_numbers(plans), None
+        checkpoints, lengths = () if self.step.states is None else self.checkpoint_numbers(plans), None
         if prompts:
             first = len(decoding)
             resumed, _ = after_others(plans[first:], requests[first:], self.drafter.lag)
@@ -289,7 +289,7 @@ class Runner:
         # Without requests that decode: what steady decoding asks for is kept.
         features = self.features(requests) if decoding else SamplingFeatures.of(requests, self.drafter.coupled)
         outcome = graphs.replay(
-            hosts, wanted, self.max_draft_tokens(plans, draft_depth), drafts, draft_depth, features, trees, deferred, kept, lengths
+            hosts, wanted, self.max_draft_tokens(plans, draft_depth), drafts, draft_depth, features, trees, deferred, checkpoints, lengths
         )
         if outcome is None:
             # It is launched by itself: beside requests with grammars its drafts would become trees.

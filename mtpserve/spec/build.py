@@ -68,9 +68,9 @@ class NullDrafter:
 
 def reduced_head(trunk: Trunk, model: DraftModel, token_map: list[int] | None) -> ReducedHead | None:
     """Where drafting has fewer tokens than the vocabulary: by the operator's map, or because the draft model has no more."""
-    own = model.tokens
-    if own is not None:
-        return ReducedHead(own, trunk.arch.vocab, model.logits)
+    model_tokens = model.tokens
+    if model_tokens is not None:
+        return ReducedHead(model_tokens, trunk.arch.vocab, model.logits)
     if token_map is None:
         return None
     whole = cast(DecoderModel, trunk)

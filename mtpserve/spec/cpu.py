@@ -51,22 +51,22 @@ class DescribedChain:
 
 def draft_chain(passes: DraftPasses, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, steps: int) -> tuple[Tensor, Tensor | None]:
     """spec.passes.DraftChain. Chains of other draft models, and those of requests with rules, are drafted one by one."""
-    known: DescribedChain | None = passes.described
-    if known is None or known.model is not passes.model:
-        known = passes.described = described(passes)
+    chain_info: DescribedChain | None = passes.described
+    if chain_info is None or chain_info.model is not passes.model:
+        chain_info = passes.described = described(passes)
     sampler, req_tensors, features = batch.sampler, batch.req_tensors, hidden.features
-    if known.chain is None or features is None or sampler.has_rules:
+    if chain_info.chain is None or features is None or sampler.has_rules:
         return one_by_one(passes, batch, hidden, verify_output, steps)
     rows, last, req_indices = passes.after(batch, features), passes.last(batch, verify_output), batch.drafted(batch.req_indices)
-    given = chain.StepRows(rows.input_ids, rows.token_indices, rows.slot_mapping, rows.req_indices, rows.query_start_loc, rows.seq_lens)
+    step_rows = chain.StepRows(rows.input_ids, rows.token_indices, rows.slot_mapping, rows.req_indices, rows.query_start_loc, rows.seq_lens)
     cuts, sampling = sampler.parameters, None
     if not sampler.all_greedy:
         of_each = None if sampler.all_coupled else cuts.coupled
         sampling = sampling_of(cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, of_each)
     PULSE.beat()
-    where = last, passes.splits(rows, last), req_indices, req_tensors.num_tokens, req_tensors.block_tables[known.group]
+    where = last, passes.splits(rows, last), req_indices, req_tensors.num_tokens, req_tensors.block_tables[chain_info.group]
     drawn = not sampler.all_greedy and not sampler.all_coupled
-    return chain.drafts(known.chain, steps, given, features, *where, sampling, drawn)
+    return chain.drafts(chain_info.chain, steps, step_rows, features, *where, sampling, drawn)
 
 
 def described(passes: DraftPasses) -> DescribedChain:
@@ -80,9 +80,9 @@ def described(passes: DraftPasses) -> DescribedChain:
     table, rope = layer.embed.table, trunk.rope
     if table is None or not isinstance(product, Linear) or not isinstance(product.packed, PanelMatrix):
         return none
-    made = chain.chain_of(
+    cpu_chain = chain.chain_of(
         layer.stack.described, contexts_of(attention.stores), layer.described, table, layer.stack.last, product.packed.matrix, rope.cos,
         rope.sin, rope.interleaved, attention.layouts[0], model.arch.recycle == "post",
     )  # fmt: skip
-    assert made.vocab == trunk.arch.vocab
-    return DescribedChain(model, made, attention.stores.stores[0].group)
+    assert cpu_chain.vocab == trunk.arch.vocab
+    return DescribedChain(model, cpu_chain, attention.stores.stores[0].group)

@@ -54,14 +54,14 @@ def conditional(lengths: Sequence[float]) -> list[float]:
     return [now / before if before > 0 else 0.0 for before, now in pairwise(products)]
 
 
-def read_curve(given: str) -> Curve:
+def read_curve(value: str) -> Curve:
     """A published curve's name, numbers with commas between them, or a JSON file of such numbers. Raises ConfigError."""
-    if given in CURVES:
-        return Curve(given, CURVES[given])
+    if value in CURVES:
+        return Curve(value, CURVES[value])
     try:
-        return Curve(given, checked(given, [float(number) for number in given.split(",")]))
+        return Curve(value, checked(value, [float(number) for number in value.split(",")]))
     except ValueError:
-        return Curve(given, checked(given, from_file(given)))
+        return Curve(value, checked(value, from_file(value)))
 
 
 def from_file(path: str) -> object:
@@ -76,10 +76,10 @@ def from_file(path: str) -> object:
     return contents.get("acceptance_length") if isinstance(contents, dict) else contents
 
 
-def checked(given: str, lengths: object) -> tuple[float, ...]:
+def checked(value: str, lengths: object) -> tuple[float, ...]:
     if not isinstance(lengths, list) or not lengths or not all(type(length) in (int, float) for length in lengths):
-        raise ConfigError(f"{NAME} {given}: must hold acceptance lengths, a list of numbers or an object with one as 'acceptance_length'")
+        raise ConfigError(f"{NAME} {value}: must hold acceptance lengths, a list of numbers or an object with one as 'acceptance_length'")
     for drafts, length in enumerate(lengths, 1):
         if not (math.isfinite(length) and 1 <= length <= drafts + 1):
-            raise ConfigError(f"{NAME} {given}: the acceptance length of {drafts} drafts must be in [1, {drafts + 1}], got {length}")
+            raise ConfigError(f"{NAME} {value}: the acceptance length of {drafts} drafts must be in [1, {drafts + 1}], got {length}")
     return tuple(float(length) for length in lengths)

@@ -114,7 +114,7 @@ class WatchedScheduler(Scheduler):
     def _may_be_passed(self, req: RequestState, long: bool) -> bool:
         columns = self._pages.matched(req.block_hashes)
         coming = columns < len(req.block_hashes) and req.block_hashes[columns] in self._prefixes._pending_keys
-        if coming or (self._tiers is not None and self._pages.matched(req.block_hashes, found=self._tiers.found) > columns):
+        if coming or (self._tiers is not None and self._pages.matched(req.block_hashes, lookup=self._tiers.found) > columns):
             return True
         if self._tiers is not None and self._tiers.is_loading(req.kv_load):  # pages that the tier has dropped since
             return True

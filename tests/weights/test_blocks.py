@@ -38,7 +38,7 @@ def config(tiny: Tiny, quantization: str = "fp8", spec: SpecConfig = MTP) -> Eng
 def kept(tiny: Tiny) -> dict[str, bool]:
     """Every matrix of the loaded model, and whether it is float8; the plan's count of bytes is right."""
     found = describe(config(tiny), want_mtp=True)
-    model = load_model(found, torch.float32, CPU, 64, torch_kernels(), progress=False, kept=storage.Storage(True, torch.float32))
+    model = load_model(found, torch.float32, CPU, 64, torch_kernels(), progress=False, storage=storage.Storage(True, torch.float32))
     sizes = fixed(found, torch.float32, 64, storage.Storage(True, torch.float32))
     assert sizes.trunk + sizes.draft == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     return {name: parameter.dtype == FP8 for name, parameter in model.named_parameters() if parameter.dim() > 1 and "scale" not in name}
@@ -104,7 +104,7 @@ def test_nan_in_float8_is_named(tmp_path: Path) -> None:
     write(tmp_path, tiny.config, tiny.tensors)
     found = describe(EngineConfig(model=ModelConfig(model=str(tmp_path))), want_mtp=True)
     with pytest.raises(LoadError, match=rf"{name} holds NaN".replace(".", r"\.")):
-        load_model(found, torch.float32, CPU, 64, torch_kernels(), progress=False, kept=storage.Storage(True, torch.float32))
+        load_model(found, torch.float32, CPU, 64, torch_kernels(), progress=False, storage=storage.Storage(True, torch.float32))
 
 
 def test_auto_expands_where_no_kernels_run(tmp_path: Path) -> None:

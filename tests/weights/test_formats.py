@@ -259,7 +259,7 @@ def described(directory: Path) -> Described:
 def test_what_is_kept_is_planned(tmp_path: Path, layout: str, part: str) -> None:
     """Matrix by matrix; the plan's count of bytes is that of the model in memory."""
     found, storage = described(both(tmp_path, layout, part)[0]), Storage(True, torch.float32, keep_int4=True)
-    model = load_model(found, torch.float32, torch.device("cpu"), 64, torch_kernels(), progress=False, kept=storage)
+    model = load_model(found, torch.float32, torch.device("cpu"), 64, torch_kernels(), progress=False, storage=storage)
     sizes = fixed(found, torch.float32, 64, storage)
     assert sizes.trunk + sizes.draft == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     for name, parameter in model.named_parameters():

@@ -114,8 +114,8 @@ class Attention:
     def entries(self) -> str:
         """For people."""
         assert self.compressed is not None
-        chosen, index = self.compressed.selected, self.compressed.index_dim
-        picked = "" if chosen is None else f", index key {index}, best {chosen.best:,}"
+        selector, index = self.compressed.selected, self.compressed.index_dim
+        picked = "" if selector is None else f", index key {index}, best {selector.best:,}"
         return f"{self.kv}, one of {self.compressed.every:,} tokens{picked}"
 
 
@@ -294,8 +294,8 @@ class Features:
 
     def width(self, hidden: int, streams: int = 1) -> int:
         """What comes before the final norm has as many numbers for each of the residual `streams`."""
-        each = streams * (len(self.taps) + (self.last == "pre")) + (self.last == "post")
-        return hidden * each * self.rows
+        num_features = streams * (len(self.taps) + (self.last == "pre")) + (self.last == "post")
+        return hidden * num_features * self.rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class SpreadExperts(Protocol):
         """From now on this computes what any rank sends to this one's experts."""
         ...
 
-    def outputs(self, layer: int, x: Tensor, chosen: Tensor) -> Tensor:
-        """x [T, H], chosen [T, K] → [T, K, H]: what each chosen expert makes of the row; zeros where another rank of this engine has it
+    def outputs(self, layer: int, x: Tensor, topk_ids: Tensor) -> Tensor:
+        """x [T, H], topk_ids [T, K] → [T, K, H]: what each chosen expert makes of the row; zeros where another rank of this engine has it
         computed. Raises EngineDead."""
         ...

@@ -36,12 +36,12 @@ class StepClock:
         """A step whose planning began at `began` has been read. → the last step of which it is known, and its seconds: this one, or with a
         device's clock the one before it, whose end is certainly over."""
         last, self._booked = self._booked or began, perf_counter()
-        own, since = self._booked - began, self._booked - last
+        elapsed, since = self._booked - began, self._booked - last
         if ended is None:
             # While steps follow each other, each takes from the end of the last one to its own. A longer pause is the caller's.
-            return planned, since if since <= 2 * own else own
+            return planned, since if since <= 2 * elapsed else elapsed
         step, before = self._unread, None if self._unread is None else self._unread.ended
-        self._unread = Unread(planned, own, ended, before)
+        self._unread = Unread(planned, elapsed, ended, before)
         if step is None or step.before is None:
             return None
         took = step.ended.seconds_after(step.before)

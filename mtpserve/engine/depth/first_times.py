@@ -17,17 +17,17 @@ MEASURED = 0.015  # seconds of steps that are measured of each, at most: these a
 PRIME = 7919  # tokens that are this far apart: different ones go to different experts
 
 
-def ladder(most: int) -> list[int]:
-    """1, 2, 4, … and `most`."""
-    return [*(1 << i for i in range((most - 1).bit_length())), most]
+def ladder(max_requests: int) -> list[int]:
+    """1, 2, 4, … and `max_requests`."""
+    return [*(1 << i for i in range((max_requests - 1).bit_length())), max_requests]
 
 
-def measure(engine: EngineControl, policy: DepthPolicy, most: int) -> None:
-    """`most` requests at once."""
+def measure(engine: EngineControl, policy: DepthPolicy, max_requests: int) -> None:
+    """`max_requests` requests at once."""
     measure_depths(engine, policy, 1, perf_counter() + WARM_UP)
     # An engine's first steps are slower: of 1 ms some took 1.4.
     policy.times, until = StepTimes(policy.times.apart), perf_counter() + SECONDS
-    for requests in ladder(most):
+    for requests in ladder(max_requests):
         measure_depths(engine, policy, requests, until)
     policy.forced = None
     policy.forget()

@@ -139,11 +139,11 @@ class DepthPolicy:
 
     def _decide(self, reqs: Seq[RequestState], choices: Mapping[int, DepthChoice]) -> None:
         best = max((choices[depth] for depth in self.depths), key=lambda choice: choice.value)
-        kept = choices[min(self.depth, self.deepest)]
-        if best.value <= kept.value * (1 + GAIN * (best.depth > self.depth)):
-            best, self._settled = kept, self._steps
-        elif self._steps - self._settled < SURE and best.value < CLEAR * kept.value:
-            best = kept
+        current = choices[min(self.depth, self.deepest)]
+        if best.value <= current.value * (1 + GAIN * (best.depth > self.depth)):
+            best, self._settled = current, self._steps
+        elif self._steps - self._settled < SURE and best.value < CLEAR * current.value:
+            best = current
         else:
             self.changes, self._settled = self.changes + 1, self._steps
         self._age = 0
@@ -152,8 +152,8 @@ class DepthPolicy:
 
     def _take(self, reqs: Seq[RequestState], choice: DepthChoice) -> None:
         self.depth, self.value, self._tokens, self._count = choice.depth, choice.value, choice.tokens, len(reqs)
-        for req, most in zip(reqs, choice.most, strict=True):
-            req.max_draft_tokens = most
+        for req, max_draft_tokens in zip(reqs, choice.most, strict=True):
+            req.max_draft_tokens = max_draft_tokens
 
     @property
     def depths(self) -> Seq[int]:
@@ -163,8 +163,8 @@ class DepthPolicy:
         """The best numbers of drafts for a step of this depth. `work`: of a step without drafts."""
         ranks = self.shapes.drafts(depth)
         ranking = Ranking(
-            (self.survival.chances(factor / STEPS, ranks if most is None else min(ranks, most)), own)
-            for (factor, most), own in kinds.items()
+            (self.survival.chances(factor / STEPS, ranks if limit is None else min(ranks, limit)), batch_indices)
+            for (factor, limit), batch_indices in kinds.items()
         )
         # Passes for drafts that no request has are worth nothing; their steps are hardly ever seen, and expected with large errors.
         least = ranking.least(0 if self.sizes.trees else ranks - 1) if depth else 0
@@ -192,7 +192,9 @@ class DepthPolicy:
             return None
         oldest, deeper = self._oldest(reqs, values), self._deeper(reqs, values)
         single = deeper and (deeper[0], 1)
-        candidates = [found for found in ((oldest, deeper, single) if self._timing else (deeper, oldest, single)) if found is not None]
+        candidates = [
+            candidate for candidate in ((oldest, deeper, single) if self._timing else (deeper, oldest, single)) if candidate is not None
+        ]
         for number, (depth, steps) in enumerate(candidates):
             if self._tries(reqs, depth, steps, values[depth], RESERVED if number else 1):
                 self._rest = SELDOM if number else EVERY
@@ -290,8 +292,8 @@ class DepthPolicy:
         self._measurable = alone > TIMED * seconds
         if trial:
             # Prompts that took less than expected have not made the trial cheaper.
-            known = alone if self._measurable else self.times.seconds(work)
-            self._charge(work, known + (self.times.more_beside_prompts(work) if prompts else 0.0))
+            step_seconds = alone if self._measurable else self.times.seconds(work)
+            self._charge(work, step_seconds + (self.times.more_beside_prompts(work) if prompts else 0.0))
         if not settled:
             return
         self._unlearned = 0.0
@@ -330,9 +332,9 @@ class DepthPolicy:
         req.acceptance_factor = self.survival.follow(req.acceptance_factor, drafts, len(accepted))
         expected = self._trying.pop(req.id, None)
         if expected is not None and self.value > 0:
-            found = self._saved + (len(accepted) - expected) / self.value
+            saved = self._saved + (len(accepted) - expected) / self.value
             self._hoped, self._found = self._hoped + expected, self._found + len(accepted)
-            self._saved = min(max(found, min(self._saved, 0.0)), self._most)
+            self._saved = min(max(saved, min(self._saved, 0.0)), self._most)
 
     def forget(self) -> None:
         """What was accepted is void; what steps take is not."""
@@ -356,16 +358,16 @@ class DepthPolicy:
 
     @property
     def state(self) -> DepthState:
-        known = self.value if self.adaptive and any(self.times.coefficients) else 0.0
-        return DepthState(self.adaptive, self.deepest, self.depth, known or None, self.changes, self.trials, self.survival.rates)
+        value = self.value if self.adaptive and any(self.times.coefficients) else 0.0
+        return DepthState(self.adaptive, self.deepest, self.depth, value or None, self.changes, self.trials, self.survival.rates)
 
 
 def report(policy: DepthPolicy | None, configured: int, stats: EngineStats) -> SpecReport:
     """`configured`: the depth that the engine was started with."""
     fixed = None
     if policy is None:
-        chosen = "--no-speculative-adaptive, or with acceptance thresholds below 1"
-        fixed = f"the depth is fixed at {configured}: the engine was started with {chosen if configured else 'no speculation'}"
+        reason = "--no-speculative-adaptive, or with acceptance thresholds below 1"
+        fixed = f"the depth is fixed at {configured}: the engine was started with {reason if configured else 'no speculation'}"
     return SpecReport(
         configured,
         fixed,

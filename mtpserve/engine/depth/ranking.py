@@ -14,9 +14,11 @@ from itertools import accumulate
 class Ranking:
     def __init__(self, kinds: Iterable[tuple[Sequence[float], list[int]]]) -> None:
         """`kinds`: the chances of a request's drafts, which do not rise, and the numbers of the requests that have these."""
-        self._nodes = sorted(((chance, -rank, own) for chances, own in kinds for rank, chance in enumerate(chances)), reverse=True)
-        self._ends = [0, *accumulate(len(own) for _, _, own in self._nodes)]
-        self._gains = [0.0, *accumulate(chance * len(own) for chance, _, own in self._nodes)]
+        self._nodes = sorted(
+            ((chance, -rank, batch_indices) for chances, batch_indices in kinds for rank, chance in enumerate(chances)), reverse=True
+        )
+        self._ends = [0, *accumulate(len(batch_indices) for _, _, batch_indices in self._nodes)]
+        self._gains = [0.0, *accumulate(chance * len(batch_indices) for chance, _, batch_indices in self._nodes)]
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -32,8 +34,8 @@ class Ranking:
 
     def shared(self, count: int, requests: int) -> list[int]:
         """How many of the first `count` drafts each of the requests has."""
-        most = [0] * requests
-        for first, (_, _, own) in zip(self._ends, self._nodes, strict=False):
-            for i in own[: max(count - first, 0)]:
-                most[i] += 1
-        return most
+        num_draft_tokens = [0] * requests
+        for first, (_, _, batch_indices) in zip(self._ends, self._nodes, strict=False):
+            for i in batch_indices[: max(count - first, 0)]:
+                num_draft_tokens[i] += 1
+        return num_draft_tokens

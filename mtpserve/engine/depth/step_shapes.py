@@ -51,7 +51,8 @@ class StepShapes:
         """The same requests in a step that verifies so many drafts of all of them together, and makes new ones."""
         if not self.captured or not (drafts or depth):
             return work._replace(rows=work.requests + drafts, passes=depth)
-        computed = next((each for each in self.captured if each >= depth), self.captured[-1])  # a tree has more drafts than it is deep
+        # A tree has more drafts than it is deep.
+        computed = next((captured_depth for captured_depth in self.captured if captured_depth >= depth), self.captured[-1])
         return work._replace(rows=work.requests * (1 + self.drafts(computed)), passes=computed)
 
     def work(self, reqs: Seq[RequestState], drafts: int, depth: int) -> StepWork:

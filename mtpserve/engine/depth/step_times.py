@@ -180,14 +180,14 @@ class StepTimes:
 
     def observe(self, work: StepWork, seconds: float, noise: float = 1.0) -> None:
         """A step took so long. `noise`: variance, relative to that of other observations."""
-        key, found = key_of(work), max(seconds, 1e-9) * exp(-self.pace)
+        key, duration = key_of(work), max(seconds, 1e-9) * exp(-self.pace)
         cell = self.cells.get(key)
         if cell is None and (greedy := self._greedy(work)) is not None:
             cell = self.cells[key] = Cell(terms_of(work), greedy.log, min(greedy.seen, BORROWED))
         if cell is None:
-            cell = self.cells[key] = Cell(terms_of(work), log(max(found - self._attention(work), found / 4)))
+            cell = self.cells[key] = Cell(terms_of(work), log(max(duration - self._attention(work), duration / 4)))
         else:
-            self._correct(cell, work, found, noise)
+            self._correct(cell, work, duration, noise)
         cell.seen += 1
         if work.requests:
             self._fullest[work.passes] = max(self._fullest.get(work.passes, 1.0), work.rows / work.requests)
@@ -211,9 +211,9 @@ class StepTimes:
         """A step with so many rows of prompts took so long."""
         alone = self.seconds(work)
         if alone > 0:
-            most = (alone + self.prompts(work, rows)) * exp(SLOWER if self._prompts.steps > TRUSTED else FASTER)
+            limit = (alone + self.prompts(work, rows)) * exp(SLOWER if self._prompts.steps > TRUSTED else FASTER)
             pace = exp(-self.pace)
-            added = max(min(seconds, most) - alone, 0.0)
+            added = max(min(seconds, limit) - alone, 0.0)
             if self.apart:
                 self._prompts.observe(rows, max(added - self.more_beside_prompts(work), 0.0) * pace, 0, 0.0)
             else:
@@ -250,19 +250,19 @@ class StepTimes:
         alone = seconds - (self.seconds(work._replace(rows=work.requests)) if none is None else none)
         return self._prompts.crowded(further, max(alone, 0.0) / pace) * pace
 
-    def _correct(self, cell: Cell, work: StepWork, found: float, noise: float) -> None:
-        own = exp(cell.log)
-        usual = own + self._attention(work)
-        error = min(max(log(found / usual), -FASTER), SLOWER)
-        own, token = own / usual, tokens_of(work) / usual  # by how much the logarithm changes with each
-        cells, tokens = 1 / min(cell.seen, KEPT) * own**2, self._unsure * token**2
+    def _correct(self, cell: Cell, work: StepWork, duration: float, noise: float) -> None:
+        base = exp(cell.log)
+        usual = base + self._attention(work)
+        error = min(max(log(duration / usual), -FASTER), SLOWER)
+        base, token = base / usual, tokens_of(work) / usual  # by how much the logarithm changes with each
+        cells, tokens = 1 / min(cell.seen, KEPT) * base**2, self._unsure * token**2
         if self._paced is None:
             paces = 0.0
         else:
             paces = 1 / min(self._paced, FOLLOWED) if self._paced else UNKNOWN
             self._paced += 1
         total = cells + paces + tokens + noise
-        cell.log += error * cells / own / total
+        cell.log += error * cells / base / total
         self.pace += error * paces / total
         if tokens:
             self.token = max(self.token + error * tokens / token / total, 0.0)
@@ -278,8 +278,8 @@ class StepTimes:
 
     def seconds(self, work: StepWork) -> float:
         """Expected; 0 before anything was fitted. Of sampled steps that were not seen yet what greedy ones take."""
-        differs, known = self._differs(work)
-        expected = self._formula(terms_of(work)) * exp(known * differs + (1 - known) * self._between(work))
+        differs, weight = self._differs(work)
+        expected = self._formula(terms_of(work)) * exp(weight * differs + (1 - weight) * self._between(work))
         return (expected + self._attention(work)) * exp(self.pace)
 
     def _differs(self, work: StepWork) -> tuple[float, float]:
@@ -339,9 +339,9 @@ class StepTimes:
                     row = normal[i]
                     for j, b in enumerate(cell.terms):
                         row[j] += weight * a * b
-        found = self.coefficients
+        coefficients = self.coefficients
         for _ in range(SWEEPS):
             for i in range(TERMS):
                 if normal[i][i] > 0:
-                    rest = right[i] - sum(normal[i][j] * found[j] for j in range(TERMS) if j != i)
-                    found[i] = max(rest / normal[i][i], 0.0)
+                    rest = right[i] - sum(normal[i][j] * coefficients[j] for j in range(TERMS) if j != i)
+                    coefficients[i] = max(rest / normal[i][i], 0.0)

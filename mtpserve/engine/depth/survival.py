@@ -40,21 +40,21 @@ class Survival:
 
     def observe(self, drafts: int, accepted: Sequence[int]) -> None:
         """One verification of `drafts` drafts: the ranks that were accepted, from 1 on."""
-        known = min(drafts, self.ranks)
+        num_ranks = min(drafts, self.ranks)
         # Of a chain, what follows the first draft that was rejected says nothing.
-        for i in range(known if self.trees else min(known, len(accepted) + 1)):
+        for i in range(num_ranks if self.trees else min(num_ranks, len(accepted) + 1)):
             self._hits[i] = self._hits[i] * KEEP + (i + 1 in accepted)
             self._trials[i] = self._trials[i] * KEEP + 1
         for i in range(self.ranks):
             before, strength = (self.rates[i - 1], ALIKE) if i and not self.trees else (self._first[i], STRENGTH)
             self.rates[i] = (self._hits[i] + strength * before) / (self._trials[i] + strength)
 
-    def chances(self, factor: float, most: int) -> list[float]:
-        """Of each of the first `most` ranks to be accepted. Of a tree, each is a mean over its neighbours where that makes them fall."""
+    def chances(self, factor: float, max_ranks: int) -> list[float]:
+        """Of each of the first `max_ranks` to be accepted. Of a tree, each is a mean over its neighbours where that makes them fall."""
         if self.trees:
-            return falling([min(rate * factor, HIGHEST) for rate in self.rates[:most]])
+            return falling([min(rate * factor, HIGHEST) for rate in self.rates[:max_ranks]])
         chances, chance = list[float](), 1.0
-        for rate in self.rates[:most]:
+        for rate in self.rates[:max_ranks]:
             chance *= min(rate * factor, HIGHEST)
             chances.append(chance)
         return chances

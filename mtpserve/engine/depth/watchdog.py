@@ -125,8 +125,8 @@ class Watchdog:
         if not self.full:
             return
         end = self.clock() + START_S
-        own = self._begin(engine)
-        while own.ids and own.tally.verified < ENOUGH and self.clock() < end:
+        self_check = self._begin(engine)
+        while self_check.ids and self_check.tally.verified < ENOUGH and self.clock() < end:
             engine.step()
         tally = self._end(engine)
         while engine.has_work:
@@ -145,10 +145,10 @@ class Watchdog:
             self.health.state = "ok"
             log.info("the draft model (%s) was tried out: the first draft was accepted in %s verifications", self.drafter, tally)
             return
-        found = (
+        summary = (
             f"at start the first draft was accepted in {tally} verifications, and at least {100 * self.min_acceptance:.0f} % are expected"
         )
-        self._report("weak", f"{found}: {tally.symptom}; probably {CAUSES}")
+        self._report("weak", f"{summary}: {tally.symptom}; probably {CAUSES}")
 
     # -------------------------------------------------------------------------------------------------- each step
 
@@ -156,13 +156,13 @@ class Watchdog:
         """Before a step is planned: begin and end the engine's own requests where that is due."""
         if not self._armed or not (self._self_check is not None or self._doubt or self.suspended):
             return
-        own = self._self_check
-        if own is None:
+        self_check = self._self_check
+        if self_check is None:
             if self.clock() >= self._next:
                 self._begin(engine)
-        elif not own.ids or own.tally.verified >= ENOUGH:
+        elif not self_check.ids or self_check.tally.verified >= ENOUGH:
             self._decide(engine, self._end(engine))
-        elif not own.tally.verified and not self.suspended and self.clock() - own.began > SEAT_S and self._dead(self._since):
+        elif not self_check.tally.verified and not self.suspended and self.clock() - self_check.began > SEAT_S and self._dead(self._since):
             self._suspend(f"{self._since} first drafts of clients' requests were accepted: {self._since.symptom}")
 
     def is_self_check(self, request_id: str) -> bool:
@@ -195,28 +195,28 @@ class Watchdog:
                 for outcome in part_of(outcomes, self._turn):
                     self._count(outcome, None)
             return outcomes
-        kept = list[RequestOutput]()
+        outputs = list[RequestOutput]()
         for outcome in outcomes:
-            own = self._self_check if self.is_self_check(outcome.req.id) else None
-            self._count(outcome, own)
-            if own is None:
-                kept.append(outcome)
+            self_check = self._self_check if self.is_self_check(outcome.req.id) else None
+            self._count(outcome, self_check)
+            if self_check is None:
+                outputs.append(outcome)
             elif outcome.req.finish is not None:
-                own.ids.discard(outcome.req.id)
-        return kept
+                self_check.ids.discard(outcome.req.id)
+        return outputs
 
-    def _count(self, outcome: RequestOutput, own: SelfCheck | None) -> None:
+    def _count(self, outcome: RequestOutput, self_check: SelfCheck | None) -> None:
         proposal = outcome.proposal
         if proposal.tokens and proposal.sources[0] == self.drafter and outcome.req.error is None:
-            self._observe(outcome.req.id, proposal, own)
+            self._observe(outcome.req.id, proposal, self_check)
 
     # -------------------------------------------------------------------------------------------------- decisions
 
-    def _observe(self, request_id: str, proposal: Proposal, own: SelfCheck | None) -> None:
+    def _observe(self, request_id: str, proposal: Proposal, self_check: SelfCheck | None) -> None:
         hit = 1 in proposal.path
-        if own is not None:
-            own.tally.count(request_id, proposal, hit)
-        if own is not None or not self._armed or self.suspended:
+        if self_check is not None:
+            self_check.tally.count(request_id, proposal, hit)
+        if self_check is not None or not self._armed or self.suspended:
             return
         for tally in (self._window, self._since):
             tally.count(request_id, proposal, hit)
@@ -246,9 +246,9 @@ class Watchdog:
                 self._next = self.clock() + self._back_off
                 log.info("drafting stays off: the first draft is accepted in %s verifications; next trial in %.0f s", tally, self._back_off)
             return
-        found = f"the first draft is accepted in {tally} verifications of a text where {100 * expected:.0f} % are expected"
+        summary = f"the first draft is accepted in {tally} verifications of a text where {100 * expected:.0f} % are expected"
         if tally.rate < max(LEAST, SHARE * expected):
-            self._suspend(f"{found}: {tally.symptom}")
+            self._suspend(f"{summary}: {tally.symptom}")
             return
         self._pause = min(2 * self._pause, LONGEST_DOUBT_S)
         self._doubt = tally.rate < HALF * expected
@@ -258,7 +258,7 @@ class Watchdog:
                 log.warning("the draft model (%s) has recovered: its first draft is accepted in %s verifications", self.drafter, tally)
                 self.health.state = "ok"
         elif self.health.state != "weak":
-            self._report("weak", f"{found}: {tally.symptom}; it drafts on, as deep as that is worth its time")
+            self._report("weak", f"{summary}: {tally.symptom}; it drafts on, as deep as that is worth its time")
 
     @property
     def _worse(self) -> bool:
@@ -290,21 +290,21 @@ class Watchdog:
     # ------------------------------------------------------------------------------------- the engine's own requests
 
     def _begin(self, engine: EngineControl) -> SelfCheck:
-        own = self._self_check = SelfCheck(self.clock(), set())
+        self_check = self._self_check = SelfCheck(self.clock(), set())
         length = min(TOKENS, engine.context_length - 1)
         sampling = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True, seed=0, priority=FIRST)
         for part in range(PARTS):
             name = f"mtpserve self-check {part}"
-            own.ids.add(name)
+            self_check.ids.add(name)
             try:
                 engine.add(Request(name, [part * self.vocab // PARTS], sampling))
             except EngineBusy:
-                own.ids.discard(name)
-        return own
+                self_check.ids.discard(name)
+        return self_check
 
     def _end(self, engine: EngineControl) -> FirstDrafts:
         assert self._self_check is not None
-        own, self._self_check = self._self_check, None
-        for request_id in own.ids:
+        self_check, self._self_check = self._self_check, None
+        for request_id in self_check.ids:
             engine.abort(request_id)
-        return own.tally
+        return self_check.tally

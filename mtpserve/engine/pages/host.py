@@ -113,14 +113,14 @@ class HostMemory:
         self._outgoing.append(Transfer(self._numbers, kind, group, block, page, key, source))
         return self._numbers
 
-    def count(self, each: Transferred) -> None:
-        kind = each.transfer.kind
-        if not each.good:
+    def count(self, result: Transferred) -> None:
+        kind = result.transfer.kind
+        if not result.good:
             self.failed[kind] += 1
             return
         self.moved[kind] += 1
-        self.bytes[kind] += each.bytes
-        self.seconds[kind] += each.seconds
+        self.bytes[kind] += result.bytes
+        self.seconds[kind] += result.seconds
 
     def _avoid(self, moved: Transfer) -> None:
         """What this transfer could not read, or did not write, is not there from now on."""

@@ -134,9 +134,9 @@ class Publisher:
                 self._answer(self._replay)
             if self._inbox in ready:
                 open_ = self._forward(self._inbox.recv_multipart())
-        for each in (self._inbox, self._outbox, self._replay):
-            if each is not None:
-                each.close(linger=LINGER_MS)
+        for channel in (self._inbox, self._outbox, self._replay):
+            if channel is not None:
+                channel.close(linger=LINGER_MS)
 
     def _forward(self, message: list[bytes]) -> bool:
         if len(message) == 1:
@@ -177,9 +177,9 @@ def _open(socket: zmq.Socket[bytes], endpoint: str, queued: int, listen: bool = 
         raise ConfigError(f"--kv-events-config: cannot {action} {endpoint}: {zmq.strerror(error.errno or 0)}") from error
     if listen and not is_local(endpoint):
         log.warning("KV events: everybody who reaches %s reads the tokens of all prompts and outputs", endpoint)
-    found: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    log.info("KV events: %s %s", "listening on" if listen else "sent to", found)
-    return found
+    address: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    log.info("KV events: %s %s", "listening on" if listen else "sent to", address)
+    return address
 
 
 def _end(context: zmq.Context[zmq.Socket[bytes]], queue: zmq.Socket[bytes], thread: Thread) -> None:

@@ -75,15 +75,15 @@ def make_tiers(
         raise ConfigError(
             "--record-steps must be left out with --kv-offload-gib, --kv-offload-dir and --disaggregation-mode: pages are not recorded"
         )
-    each = [block_bytes(own) for own in parts]
+    block_sizes = [block_bytes(part) for part in parts]
     # As the device divides its pool: a window's pages are few.
-    whole = options.ranks * sum(bytes * group.allocator.num_pages for bytes, group in zip(each, groups.groups, strict=True))
+    whole = options.ranks * sum(bytes * group.allocator.num_pages for bytes, group in zip(block_sizes, groups.groups, strict=True))
     counts = [size * group.allocator.num_pages // whole for group in groups.groups]
     if min(counts) < 1:
-        raise ConfigError(f"--kv-offload-gib {size / 2**30:g} holds no page of {options.ranks * sum(each)} bytes")
+        raise ConfigError(f"--kv-offload-gib {size / 2**30:g} holds no page of {options.ranks * sum(block_sizes)} bytes")
     shared = None
     if nodes.keeps or options.ranks > 1:
-        shared = SharedBlocks(counts, each, parts[0][0].is_cuda, options.rank, options.ranks, options.file)
+        shared = SharedBlocks(counts, block_sizes, parts[0][0].is_cuda, options.rank, options.ranks, options.file)
     blocks = host_blocks(parts, counts) if shared is None else shared.blocks
     moved = [GroupBlocks(*group) for group in zip(parts, blocks, blocks if shared is None else shared.own, strict=True)]
     if options.rank:
@@ -92,7 +92,7 @@ def make_tiers(
     disk = None if cache.kv_offload_dir is None else DiskPages(cache.kv_offload_dir, cache.disk_bytes, fingerprint)
     log.info("pages below the device: %d in host memory (%.1f GiB), %s", sum(counts), size / 2**30, cache.kv_offload_dir or "none on disk")
     tiers = Tiers(groups, counts, disk)
-    facts = dict(options.facts) | {"protocol": VERSION, "layout": ", ".join(f"{bytes} bytes" for bytes in each)}
+    facts = dict(options.facts) | {"protocol": VERSION, "layout": ", ".join(f"{bytes} bytes" for bytes in block_sizes)}
     way, remote = nodes.disaggregation_transfer_backend, None
     nixl = Nixl(blocks if shared is None else [shared.whole]) if way == "nixl" and nodes.role is not None else None
     if nodes.pulls:

@@ -50,20 +50,20 @@ class KVReceiver:
         needed = self._pages.needed(len(keys)) if keys else []
         places = [(group, keys[column]) for group, columns in enumerate(needed) for column in columns]
         lacking = [place for place in places if place in self._coming or not self._found(place)]
-        own = [place for place in lacking if place not in self._coming]
-        blocks = self._blocks(own)
+        missing = [place for place in lacking if place not in self._coming]
+        blocks = self._blocks(missing)
         if blocks is None and self._batches:
             return False
         req.kv_transfers = frozenset(self._coming[place] for place in lacking if place in self._coming)
         if blocks is None:
-            self.failed[NO_ROOM] += len(own)
-        elif own:
+            self.failed[NO_ROOM] += len(missing)
+        elif missing:
             self._count += 1
             req.kv_transfers |= {self._count}
-            self._coming |= dict.fromkeys(own, self._count)
+            self._coming |= dict.fromkeys(missing, self._count)
             self._batches[self._count] = {
                 self._host.move("pull", group, block, key=key, source=req.kv_source)
-                for (group, key), block in zip(own, blocks, strict=True)
+                for (group, key), block in zip(missing, blocks, strict=True)
             }  # fmt: skip
         return True
 
@@ -86,15 +86,15 @@ class KVReceiver:
             blocks.append(taken)
         return blocks
 
-    def commit(self, each: Transferred) -> None:
-        moved = each.transfer
+    def commit(self, result: Transferred) -> None:
+        moved = result.transfer
         place = moved.group, moved.key
         batch = self._coming.pop(place)
         self._batches[batch].remove(moved.number)
         if not self._batches[batch]:
             del self._batches[batch]
-        if not each.good:
-            self.failed[each.reason] += 1
+        if not result.good:
+            self.failed[result.reason] += 1
         elif moved.number not in self._void:
             self._host.groups[moved.group].blocks.setdefault(moved.key, moved.block)
         self._void.discard(moved.number)

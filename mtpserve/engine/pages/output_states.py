@@ -46,7 +46,7 @@ class OutputStates:
     @property
     def pages(self) -> list[int]:
         """Those that are held here."""
-        return [state.page for own in self._own.values() for state in own.states]
+        return [state.page for last_states in self._own.values() for state in last_states.states]
 
     def plan(self, req: RequestState, span: SpanPlan) -> list[StateCheckpoint]:
         """Of a span that decodes: what its step keeps if it comes to it."""
@@ -61,38 +61,42 @@ class OutputStates:
 
     def _place(self, req: RequestState, column: int) -> OutputState | None:
         """None: there is no room, or another one has to be written first."""
-        own = self._own.setdefault(req.id, LastStates())
-        if own.next is None:
+        last_states = self._own.setdefault(req.id, LastStates())
+        if last_states.next is None:
             if 2 * len(self.pages) + 2 <= self._pages.states and (page := self._pages.take_state()) is not None:
-                own.next = OutputState(column, page)
-            elif own.last is not None:
-                own.next, own.last = OutputState(column, own.last.page), None
-        return own.next if own.next is not None and own.next.column == column else None
+                last_states.next = OutputState(column, page)
+            elif last_states.last is not None:
+                last_states.next, last_states.last = OutputState(column, last_states.last.page), None
+        return last_states.next if last_states.next is not None and last_states.next.column == column else None
 
-    def book(self, req: RequestState, since: int, kept: StateCheckpoint | None) -> None:
+    def book(self, req: RequestState, since: int, checkpoint: StateCheckpoint | None) -> None:
         """A step has taken a request's state from `since` tokens to `req.num_state_tokens`; it had to keep this one."""
-        own = self._own.get(req.id)
-        if own is None or own.next is None:
+        last_states = self._own.get(req.id)
+        if last_states is None or last_states.next is None:
             return
-        tokens = (own.next.column + 1) * self._pages.page_size
-        if kept is not None and kept.state == own.next.page and since < kept.num_tokens == tokens <= req.num_state_tokens:
-            own.next.written = True
-        if own.next.written and own.next.column < req.num_hashed_blocks:
-            self._free(own.last)
-            own.last, own.next = own.next, None
-        elif tokens <= req.num_state_tokens and not own.next.written:
-            self._free(own.next)
-            own.next = None
+        tokens = (last_states.next.column + 1) * self._pages.page_size
+        if (
+            checkpoint is not None
+            and checkpoint.state == last_states.next.page
+            and since < checkpoint.num_tokens == tokens <= req.num_state_tokens
+        ):
+            last_states.next.written = True
+        if last_states.next.written and last_states.next.column < req.num_hashed_blocks:
+            self._free(last_states.last)
+            last_states.last, last_states.next = last_states.next, None
+        elif tokens <= req.num_state_tokens and not last_states.next.written:
+            self._free(last_states.next)
+            last_states.next = None
 
     def leave(self, req: RequestState, trusted: bool) -> list[Held]:
         """A request gives its pages back → the state that others find from now on, by group of pages; empty: none. Not `trusted`: its
         numbers may be wrong."""
-        own = self._own.pop(req.id, LastStates())
-        self._free(own.next)
-        if own.last is None or not trusted or own.last.column >= req.num_hashed_blocks:
-            self._free(own.last)
+        last_states = self._own.pop(req.id, LastStates())
+        self._free(last_states.next)
+        if last_states.last is None or not trusted or last_states.last.column >= req.num_hashed_blocks:
+            self._free(last_states.last)
             return []
-        return self._pages.give_state(own.last.page, own.last.column, req.block_hashes[own.last.column])
+        return self._pages.give_state(last_states.last.page, last_states.last.column, req.block_hashes[last_states.last.column])
 
     def _free(self, state: OutputState | None) -> None:
         if state is not None:

@@ -102,8 +102,10 @@ class Prefixes:
         """The states that a step keeps: one of each span, if any."""
         if not self._pages.has_states:
             return []
-        kept = [kept for req, span in prompts if req.checkpoint_blocks for kept in self._keep_of_prompt(req, span)]
-        return kept + [kept for req, span in decoding if req.hash_root is not None for kept in self._outputs.plan(req, span)]
+        checkpoints = [checkpoint for req, span in prompts if req.checkpoint_blocks for checkpoint in self._keep_of_prompt(req, span)]
+        return checkpoints + [
+            checkpoint for req, span in decoding if req.hash_root is not None for checkpoint in self._outputs.plan(req, span)
+        ]
 
     def _keep_of_prompt(self, req: RequestState, span: SpanPlan) -> list[StateCheckpoint]:
         """The last state that a chunk comes to of those that are worth it."""
@@ -115,9 +117,9 @@ class Prefixes:
         place = self._pages.keep_state(req.blocks, passed[-1] - 1)
         return [] if place is None else [StateCheckpoint(span.req_idx, passed[-1] * size, place)]
 
-    def commit(self, req: RequestState, settled: int, kept: StateCheckpoint | None) -> None:
-        """Tokens of a request were computed: others may find its whole pages. Its state has gone on to `num_state_tokens` tokens; `kept` is
-        what the plan named."""
+    def commit(self, req: RequestState, settled: int, checkpoint: StateCheckpoint | None) -> None:
+        """Tokens of a request were computed: others may find its whole pages. Its state has gone on to `num_state_tokens` tokens;
+        `checkpoint` is what the plan named."""
         since, req.num_state_tokens = req.num_state_tokens, settled
         # Tokens after a stop are computed and dropped.
         size = self._pages.page_size
@@ -135,7 +137,7 @@ class Prefixes:
                 self._tiers.completed(req.blocks, req.block_hashes, req.num_verified_blocks, req.num_hashed_blocks)
             req.num_verified_blocks = req.num_hashed_blocks
         if self._pages.has_states:
-            self._outputs.book(req, since, kept)
+            self._outputs.book(req, since, checkpoint)
 
     def leave(self, req: RequestState, trusted: bool = True) -> None:
         """A request gives its pages back. Not `trusted`: its numbers may have been wrong long before they showed, and nobody finds them in

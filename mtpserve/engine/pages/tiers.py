@@ -93,8 +93,8 @@ class Tiers(HostMemory):
                 # All blocks are on their way to the disk.
                 self._through.appendleft((group, page, key))
                 break
-        made, self._outgoing = self._outgoing, []
-        return made
+        transfers, self._outgoing = self._outgoing, []
+        return transfers
 
     # ---------------------------------------------------------------------------------------------- downwards
 
@@ -147,10 +147,10 @@ class Tiers(HostMemory):
     def bring(self, keys: Sequence[Key], columns: int) -> int | None:
         """A request finds so many columns on the device, not all. → the number of the loading that brings more: it waits for that."""
         for loading in self.loadings:
-            if any(each.key == keys[columns] for each in loading.missing):
+            if any(page.key == keys[columns] for page in loading.missing):
                 return loading.number
-        most = self._pages.matched(keys, found=self.found)
-        return self._start(keys[:most]) if most > columns else None
+        num_columns = self._pages.matched(keys, lookup=self.found)
+        return self._start(keys[:num_columns]) if num_columns > columns else None
 
     def is_loading(self, number: int) -> bool:
         return any(loading.number == number for loading in self.loadings)
@@ -171,7 +171,7 @@ class Tiers(HostMemory):
         self._loads += 1
         loading = Loading(self._loads, keys, held, missing, set())
         self.loadings.append(loading)
-        loading.open = {self.move("fetch", each.group, each.block, key=each.key) for each in missing if each.cold}
+        loading.open = {self.move("fetch", page.group, page.block, key=page.key) for page in missing if page.cold}
         if not loading.open:
             self._load(loading)
         return loading.number
@@ -185,9 +185,9 @@ class Tiers(HostMemory):
                 host.blocks.move_to_end(key)
                 host.pins[block] += 1
                 missing.append(Missing(group, column, key, block, cold=False))
-        known = {(each.group, each.column) for each in missing}
+        places = {(page.group, page.column) for page in missing}
         for group, column in wanted:
-            if (group, column) in known:
+            if (group, column) in places:
                 continue
             taken = self.take(group)
             if taken is None:
@@ -199,29 +199,29 @@ class Tiers(HostMemory):
 
     def _load(self, loading: Loading) -> None:
         loading.fetched = True
-        for each in loading.missing:
-            one = loading.held[each.group]
-            loading.open.add(self.move("load", each.group, each.block, one.pages[each.column - one.first], each.key))
+        for page in loading.missing:
+            one = loading.held[page.group]
+            loading.open.add(self.move("load", page.group, page.block, one.pages[page.column - one.first], page.key))
 
     def _unpin(self, missing: Sequence[Missing]) -> None:
-        for each in missing:
-            self.release(each.group, each.key, each.block)
+        for page in missing:
+            self.release(page.group, page.key, page.block)
 
     # ------------------------------------------------------------------------------------------------- booked
 
     def commit(self, ended: Sequence[Transferred]) -> None:
-        for each in ended:
-            moved = each.transfer
-            self.count(each)
+        for result in ended:
+            moved = result.transfer
+            self.count(result)
             if moved.kind == "pull" and self.receiver is not None:
-                self.receiver.commit(each)
+                self.receiver.commit(result)
             elif moved.kind == "save":
-                self._saved(moved, each.good)
+                self._saved(moved, result.good)
             elif moved.kind == "spill":
-                self._spilled(moved, each.good)
+                self._spilled(moved, result.good)
             else:
                 loading = next(one for one in self.loadings if moved.number in one.open)
-                self._book_part(loading, moved, each.good)
+                self._book_part(loading, moved, result.good)
 
     def _saved(self, moved: Transfer, good: bool) -> None:
         group, block, key = moved.group, moved.block, moved.key
@@ -274,10 +274,10 @@ class Tiers(HostMemory):
     def _end(self, loading: Loading) -> None:
         self.loadings.remove(loading)
         if loading.good:
-            for each in loading.missing:
-                self.loaded["disk" if each.cold else "host"] += 1
-                if each.cold:
-                    self.groups[each.group].blocks.setdefault(each.key, each.block)
-                self._pages.label_page(each.group, loading.held[each.group], each.column, each.key)
+            for page in loading.missing:
+                self.loaded["disk" if page.cold else "host"] += 1
+                if page.cold:
+                    self.groups[page.group].blocks.setdefault(page.key, page.block)
+                self._pages.label_page(page.group, loading.held[page.group], page.column, page.key)
         self._unpin(loading.missing)
         self._pages.release(loading.held)

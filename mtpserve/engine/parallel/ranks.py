@@ -98,10 +98,10 @@ class RankProcesses:
         """What all ranks have memory for."""
         rooms = [room, *self._each(Room)]
         return Room(
-            [min(pages) for pages in zip(*(each.pages for each in rooms), strict=True)],
-            min(each.states for each in rooms),
-            min(each.max_running for each in rooms),
-            min(each.context_length for each in rooms),
+            [min(pages) for pages in zip(*(rank_room.pages for rank_room in rooms), strict=True)],
+            min(rank_room.states for rank_room in rooms),
+            min(rank_room.max_running for rank_room in rooms),
+            min(rank_room.context_length for rank_room in rooms),
         )
 
     def connect(self, room: Room, device: torch.device) -> str:
@@ -115,8 +115,8 @@ class RankProcesses:
         else:
             store = meeting_place(self.size)
             self.tell(structs.replace(room, port=store.port))
-            made = TorchRanks(0, self.size, device, store.port, store)
-            self.ranks, how = made, made.backend
+            torch_ranks = TorchRanks(0, self.size, device, store.port, store)
+            self.ranks, how = torch_ranks, torch_ranks.backend
         return f", {self.size} ranks by {how}"
 
     def reach(self, stage: Literal["loaded", "ready"]) -> None:
@@ -269,11 +269,11 @@ class TransfersOfEach:
     def add(self, ended: Seq[Transferred]) -> None:
         """Of one rank. In any thread."""
         with self._changed:
-            for each in ended:
-                parts = self._parts.setdefault(each.transfer.number, [])
-                parts.append(each)
-                if len(parts) == (self._size if each.transfer.of_each_rank else 1):
-                    self._whole.append(whole(self._parts.pop(each.transfer.number)))
+            for result in ended:
+                parts = self._parts.setdefault(result.transfer.number, [])
+                parts.append(result)
+                if len(parts) == (self._size if result.transfer.of_each_rank else 1):
+                    self._whole.append(whole(self._parts.pop(result.transfer.number)))
             self._changed.notify_all()
 
     def merged(self, result: StepResult) -> StepResult:
@@ -291,15 +291,15 @@ class TransfersOfEach:
 def whole(parts: Seq[Transferred]) -> Transferred:
     """All ranks' parts of one transfer, as one."""
     first = parts[0]
-    seconds, size = max(each.seconds for each in parts), sum(each.bytes for each in parts)
-    return Transferred(first.transfer, all(each.good for each in parts), seconds, size, first.reason)
+    seconds, size = max(part.seconds for part in parts), sum(part.bytes for part in parts)
+    return Transferred(first.transfer, all(part.good for part in parts), seconds, size, first.reason)
 
 
 def plan_of_each(plan: StepPlan) -> StepPlan:
     """For ranks but the first."""
     if not plan.transfers:
         return plan
-    return structs.replace(plan, transfers=[each for each in plan.transfers if each.of_each_rank])
+    return structs.replace(plan, transfers=[transfer for transfer in plan.transfers if transfer.of_each_rank])
 
 
 class EveryRank:

@@ -54,6 +54,6 @@ class Ticks:
     def begin(self, state: State) -> State:
         """The highest state of all."""
         mine = [int(state), self.heard]
-        told = [mine] if self.peers is None else self.peers.gather(mine)
-        self.state, self.met = State(max(state for state, _ in told)), min(heard for _, heard in told)
+        reports = [mine] if self.peers is None else self.peers.gather(mine)
+        self.state, self.met = State(max(state for state, _ in reports)), min(heard for _, heard in reports)
         return self.state

@@ -284,8 +284,8 @@ class ProcessClient:
                 for event in events:
                     self._deliver(event)
             case Spec(report):
-                if not (asked := self._asked.popleft()).done():
-                    asked.set_result(report)
+                if not (future := self._asked.popleft()).done():
+                    future.set_result(report)
             case Profiled(profile):
                 if not (waiting := self._profiles.popleft()).done():
                     waiting.set_result(profile)
@@ -348,8 +348,8 @@ class ProcessClient:
             log.error("%s", reason)
         self._death.set_result(reason)
         open_answers: list[asyncio.Future[Any]] = [*self._asked, *self._profiles]
-        for asked in open_answers:
-            if not asked.done():
-                asked.set_exception(kind(reason))
+        for future in open_answers:
+            if not future.done():
+                future.set_exception(kind(reason))
         for request_id in list(self._open):
             self._end(request_id, kind(reason))

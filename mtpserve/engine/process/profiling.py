@@ -69,7 +69,7 @@ class Profiling:
         Path(change.folder).mkdir(parents=True, exist_ok=True)
         file_of(change, self._which).touch(exist_ok=False)  # what cannot be written is said now
         wanted = {profiler.ProfilerActivity.CPU: change.cpu, profiler.ProfilerActivity.CUDA: change.gpu and cuda.is_available()}
-        made = profiler.profile(
+        profile = profiler.profile(
             activities=[activity for activity, is_wanted in wanted.items() if is_wanted],
             profile_memory=change.memory,
             with_stack=change.stacks,
@@ -77,8 +77,8 @@ class Profiling:
         )
         if self._others is not None:
             self._others.tell(ProfileRank(replace(change, steps=0)))  # they end when this one does
-        made.start()
-        self._running, self._left, self._ended = (made, change), change.steps, ProfileReport()
+        profile.start()
+        self._running, self._left, self._ended = (profile, change), change.steps, ProfileReport()
         log.info("a profile of %d steps is being taken", change.steps)
         return ProfileReport()
 
@@ -86,13 +86,13 @@ class Profiling:
         if self._running is None:
             ended, self._ended = self._ended, ProfileReport()
             return ended if ended != ProfileReport() else ProfileReport(refused="no profile is being taken")
-        (made, change), self._running = self._running, None
+        (profile, change), self._running = self._running, None
         if self._others is not None:
             self._others.tell(ProfileRank(ProfileChange()))
         file = file_of(change, self._which)
         self._announce()
-        made.stop()
-        made.export_chrome_trace(str(file))
+        profile.stop()
+        profile.export_chrome_trace(str(file))
         log.info("a profile is in %s", file)
         return ProfileReport(files=[str(file), *(str(file_of(change, which)) for which in self._theirs)])
 

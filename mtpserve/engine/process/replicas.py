@@ -111,13 +111,13 @@ class Affinity:
 
     def find(self, keys: Seq[Key]) -> int | None:
         """The engine with the longest beginning."""
-        found = None
+        engine_number = None
         for key in keys:
             owner = self._owner.get(key)
             if owner is None:
                 break
-            found = owner
-        return found
+            engine_number = owner
+        return engine_number
 
     def remember(self, keys: Seq[Key], number: int) -> None:
         for key in keys:
@@ -202,13 +202,16 @@ class Replicas:
 
     @property
     def engines(self) -> list[EngineState]:
-        return [EngineState(each.number, each.state, each.restarts, each.hangs, each.reason, each.stats()) for each in self._replicas]
+        return [
+            EngineState(replica.number, replica.state, replica.restarts, replica.hangs, replica.reason, replica.stats())
+            for replica in self._replicas
+        ]
 
     def _made(self, number: int, restarts: int) -> LocalEngine:
-        made = self._make(number, restarts)
+        engine = self._make(number, restarts)
         if self._together:
-            made.submitted = self._tell
-        return made
+            engine.submitted = self._tell
+        return engine
 
     def _tell(self) -> None:
         """All engines, that one of them was sent a request. They start together, so that each has heard of all since then."""
@@ -228,8 +231,8 @@ class Replicas:
             number = next(number for number, death in enumerate(deaths) if death.done())
             reason = deaths[number].result()
             for replica in group:
-                own = replica is group[number]
-                replica.reason = reason if own else f"it shares experts with engine {group[number].number}: {reason}"
+                is_failed = replica is group[number]
+                replica.reason = reason if is_failed else f"it shares experts with engine {group[number].number}: {reason}"
                 replica.hangs += replica.client.hung
                 replica.state = "starting"  # from here on what it has counted is in `lost` alone
                 if monotonic() - replica.since > STEADY_S:
@@ -253,7 +256,7 @@ class Replicas:
             replica.state = "dead"
             if self._restarts:
                 log.error("engine %d is not started again: %s", replica.number, replica.reason)
-        if all(each.state == "dead" for each in self._replicas):
+        if all(other.state == "dead" for other in self._replicas):
             self._die(reason)
 
     async def _revive(self, group: Seq[Replica]) -> bool:
@@ -348,9 +351,9 @@ class Replicas:
         number = self._affinity.find(keys)
         usual = next((replica for replica in up if replica.number == number), least)
         busy = len(usual.open) > len(least.open) + SLACK and len(usual.open) > MORE * len(least.open)
-        chosen = least if busy else usual
-        self._affinity.remember(keys, chosen.number)
-        return chosen
+        target = least if busy else usual
+        self._affinity.remember(keys, target.number)
+        return target
 
     def abort(self, request_id: str) -> None:
         """Ends the request in its engine. Ids that are not running are ignored."""
@@ -376,19 +379,19 @@ class Replicas:
         """Of all engines that are up. Raises EngineDead."""
         up = [replica for replica in self._replicas if replica.state == "up"]
         reports = await asyncio.gather(*(replica.client.set_spec(change) for replica in up), return_exceptions=True)
-        known = {replica.number: report for replica, report in zip(up, reports, strict=True) if isinstance(report, SpecReport)}
-        if not known:
+        spec_reports = {replica.number: report for replica, report in zip(up, reports, strict=True) if isinstance(report, SpecReport)}
+        if not spec_reports:
             raise EngineDead(self.dead or "no engine is up")
-        return known
+        return spec_reports
 
     async def profile(self, change: ProfileChange) -> list[ProfileReport]:
         """Of all engines that are up. Raises EngineDead."""
         up = [replica for replica in self._replicas if replica.state == "up"]
         reports = await asyncio.gather(*(replica.client.profile(change) for replica in up), return_exceptions=True)
-        known = [report for report in reports if isinstance(report, ProfileReport)]
-        if not known:
+        profile_reports = [report for report in reports if isinstance(report, ProfileReport)]
+        if not profile_reports:
             raise EngineDead(self.dead or "no engine is up")
-        return known
+        return profile_reports
 
     def stats(self) -> EngineStats:
         return total([replica.stats() for replica in self._replicas])

@@ -16,15 +16,15 @@ GAUGES = (
 )  # fmt: skip
 
 
-def total(each: Seq[EngineStats]) -> EngineStats:
+def total(all_stats: Seq[EngineStats]) -> EngineStats:
     """Counters and gauges are added; the depths are the first engine's that has any, the draft model's health is the worst one's."""
-    found = EngineStats(depths=next((stats.depths for stats in each if stats.depths is not None), None))
+    totals = EngineStats(depths=next((stats.depths for stats in all_stats if stats.depths is not None), None))
     for one in fields(EngineStats):
         if one.name not in ("depths", "draft_health"):
-            setattr(found, one.name, summed([getattr(stats, one.name) for stats in each]))
-    worst = min((stats.draft_health for stats in each), key=lambda health: WORST.index(health.state), default=DraftHealth())
-    found.draft_health = replace(worst, faults_total=sum(stats.draft_health.faults_total for stats in each))
-    return found
+            setattr(totals, one.name, summed([getattr(stats, one.name) for stats in all_stats]))
+    worst = min((stats.draft_health for stats in all_stats), key=lambda health: WORST.index(health.state), default=DraftHealth())
+    totals.draft_health = replace(worst, faults_total=sum(stats.draft_health.faults_total for stats in all_stats))
+    return totals
 
 
 def counters(stats: EngineStats) -> EngineStats:

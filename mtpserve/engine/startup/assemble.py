@@ -195,9 +195,9 @@ def draft_passes(
     if width and drafts.max_deferred_tokens:
         keep: Keep = kernels.get("keep", reference.keep)
         deferred = DeferredRows(sizes.seats + 1, drafts.max_deferred_tokens, width, options.dtype, options.device, keep)
-    own = stores.part(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
+    draft_stores = stores.part(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
     scale = arch.scale if arch.draft is None else arch.draft.scale
-    attention = BACKENDS.get(options.backend)(own, arch.heads, scale)
+    attention = BACKENDS.get(options.backend)(draft_stores, arch.heads, scale)
     reduced = reduced_head(model, draft_model, options.token_map)
     positions = partial(kernels.get("draft_positions", draft_positions), page_size=sizes.page_size)
     return DraftPasses(
@@ -209,10 +209,10 @@ def draft_passes(
 def make_seats(
     sizes: EngineSizes, drafts: DraftSizes, vocab: int, options: EngineOptions, coupled: bool, kernels: Mapping[str, Any]
 ) -> DeviceRequests:  # fmt: skip
-    own = RequestKernels(**{name: kernels[name] for name in RequestKernels._fields if name in kernels})
+    request_kernels = RequestKernels(**{name: kernels[name] for name in RequestKernels._fields if name in kernels})
     return DeviceRequests(
         sizes.seats, sizes.context, drafts, vocab, sizes.page_size, options.device, options.eos_ids, sizes.pages, coupled, options.overlap,
-        own,
+        request_kernels,
     )  # fmt: skip
 
 
@@ -287,20 +287,20 @@ def prepared(grammars: GrammarCompiler, others: RankProcesses | None) -> Prepare
     return PreparedGrammars(grammars) if others is None else PreparedGrammars(grammars, others.prepare)
 
 
-def runner_of(made: Runner, options: EngineOptions) -> ModelRunner:
+def runner_of(base: Runner, options: EngineOptions) -> ModelRunner:
     """What the engine is given."""
-    runner: ModelRunner = made if options.others is None else EveryRank(made, options.others)
+    runner: ModelRunner = base if options.others is None else EveryRank(base, options.others)
     return runner if options.recorder is None else options.recorder(runner)
 
 
 def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine:
     """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
-    made, spec = computing(model, sizes, options), options.spec
+    parts, spec = computing(model, sizes, options), options.spec
     return Engine(
-        runner_of(made.runner, options),
+        runner_of(parts.runner, options),
         options.scheduler,
-        pages=made.pages,
-        tiers=made.tiers,
+        pages=parts.pages,
+        tiers=parts.tiers,
         max_running=sizes.seats,
         context_length=sizes.context,
         vocab=model.arch.vocab,
@@ -308,16 +308,16 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         draft_depth=0 if options.below.computes_prompts else spec.steps,
         name=options.name,
         kernels=options.kernels,
-        grammars=made.grammars,
+        grammars=parts.grammars,
         lossy=spec.lossy,
         overlap=options.overlap,
         plain_above=spec.speculative_disable_by_batch_size,
         adaptive=spec.adaptive,
-        fingerprint=options.fingerprint if made.finds else None,
+        fingerprint=options.fingerprint if parts.finds else None,
         observer=options.observer,
-        watch=watch_of(options, model.arch.vocab) if made.drafts else None,
+        watch=watch_of(options, model.arch.vocab) if parts.drafts else None,
         drafter=source_name(spec.drafter, spec.checkpoint),
-        captured=() if made.runner.graphs is None else made.runner.graphs.used_depths,
-        apart=made.runner.graphs is not None and not made.runner.graphs.has_mixed_steps,
+        captured=() if parts.runner.graphs is None else parts.runner.graphs.used_depths,
+        apart=parts.runner.graphs is not None and not parts.runner.graphs.has_mixed_steps,
         long_rows=options.scheduler.step_tokens // CPU_LONG if options.device.type == "cpu" else None,
     )

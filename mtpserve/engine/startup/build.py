@@ -53,8 +53,8 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SamplingState, runni
     if config.parallel.spreads:
         log.info("steps are not captured: what engines that share experts send each other is known only in the step")
         return None
-    most = min(config.scheduler.cuda_graph_max_bs or running, running, ROWS[-1])
-    graphs = StepGraphs(step, sampling, CudaGraphCapturer(), most)
+    max_batch_size = min(config.scheduler.cuda_graph_max_bs or running, running, ROWS[-1])
+    graphs = StepGraphs(step, sampling, CudaGraphCapturer(), max_batch_size)
     trees = config.spec.topk > 1 and config.spec.steps > 0
     spec, budget, shared = config.spec, config.scheduler.step_tokens, not config.cache.disable_radix_cache
     graphs.capture_all(usual(step.drafter.coupled), trees, spec.speculative_disable_by_batch_size, spec.adaptive, budget, shared)
@@ -63,16 +63,16 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SamplingState, runni
 
 def load_processors(named: str | None) -> list[LogitsProcessor]:
     """Raises ConfigError for what cannot be imported, or does not start without arguments."""
-    made: list[LogitsProcessor] = []
+    processors: list[LogitsProcessor] = []
     for name in (named or "").split(","):
         if not name.strip():
             continue
         module, _, kind = name.strip().partition(":")
         try:
-            made.append(getattr(import_module(module), kind)())
+            processors.append(getattr(import_module(module), kind)())
         except Exception as error:
             raise ConfigError(f"--logits-processors {name.strip()}: {type(error).__name__}: {error}") from error
-    return made
+    return processors
 
 
 class Grammars:
@@ -102,8 +102,8 @@ def observer_of(config: EngineConfig) -> KVEvents | None:
 def below_of(config: EngineConfig, planned: Plan, file: int | None) -> TierOptions:
     """Pages of an engine with others behind one front end are its own. `file`: of the host memory that an engine's ranks share."""
     nodes = config.disaggregation
-    known = {} if nodes.role is None else facts(config, planned)
-    return TierOptions(config.host_bytes, config.cache, nodes, known, config.replica, config.rank, config.parallel.ranks, file)
+    node_facts = {} if nodes.role is None else facts(config, planned)
+    return TierOptions(config.host_bytes, config.cache, nodes, node_facts, config.replica, config.rank, config.parallel.ranks, file)
 
 
 def warn(spec: SpecConfig, curve: Curve | None) -> None:
@@ -193,11 +193,11 @@ def build_rank(
     model = load_part(planned, ranks, progress=False)
     wire.send(Reached("loaded"))
     options = replace(options_of(planned, processors, curve_of(config.spec)), below=below_of(config, planned, files.pages))
-    made, spread = computing(model, sizes_of(planned), options), planned.described.spread
+    parts, spread = computing(model, sizes_of(planned), options), planned.described.spread
     if spread is None:
-        return made.runner, made.grammars, lambda: None
+        return parts.runner, parts.grammars, lambda: None
     meet(config, spread, planned.described.arch, planned.dtype, planned.device)
-    return made.runner, made.grammars, spread.finish
+    return parts.runner, parts.grammars, spread.finish
 
 
 def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:

@@ -43,9 +43,9 @@ def planned(config: EngineConfig, must_fit: bool = True) -> Plan:
     if spec.checkpoint is not None:
         return with_draft_model(config, spec.checkpoint)
     try:
-        made = plan(drafting_with(config, OWN))
+        engine_plan = plan(drafting_with(config, OWN))
         if not spec.asked:
-            require_usable(made, must_fit)
+            require_usable(engine_plan, must_fit)
     except NoMTPLayer as error:
         if spec.asked:
             name = spec.asked[0]
@@ -60,32 +60,32 @@ def planned(config: EngineConfig, must_fit: bool = True) -> Plan:
         if isinstance(error, NoRoom) and together(config):
             raise NoRoom(f"{error}; --speculative-algorithm none leaves the MTP layer out") from error
         return without(config, error, must_fit)
-    return told(made, "the checkpoint's own MTP layer, with which it drafts unless --speculative-algorithm says otherwise")
+    return told(engine_plan, "the checkpoint's own MTP layer, with which it drafts unless --speculative-algorithm says otherwise")
 
 
 def with_draft_model(config: EngineConfig, directory: str) -> Plan:
-    found = algorithm_of(Path(directory))
-    if found is None:
+    algorithm = algorithm_of(Path(directory))
+    if algorithm is None:
         raise ConfigError(
             f"--speculative-draft-model-path {directory}: neither config nor tensors tell what kind of draft model this is: "
             "name it with --speculative-algorithm"
         )
-    return told(plan(drafting_with(config, found)), f"{directory} is {HEADS.get(found, WHOLE)}")
+    return told(plan(drafting_with(config, algorithm)), f"{directory} is {HEADS.get(algorithm, WHOLE)}")
 
 
 def without(config: EngineConfig, error: LoadError | ConfigError, must_fit: bool) -> Plan:
     """Plain decoding, if that can be. `error`: of the MTP layer."""
-    made = plan(drafting_with(config, NONE))
+    engine_plan = plan(drafting_with(config, NONE))
     if must_fit:
-        require_memory(made.memory, made.config, made.device)
-    return replace(told(made, f"there is an MTP layer, but it cannot be used: {error}"), left_out=True)
+        require_memory(engine_plan.memory, engine_plan.config, engine_plan.device)
+    return replace(told(engine_plan, f"there is an MTP layer, but it cannot be used: {error}"), left_out=True)
 
 
-def told(made: Plan, why: str) -> Plan:
-    """`made` with what drafts, and why."""
-    spec = made.config.spec
+def told(engine_plan: Plan, why: str) -> Plan:
+    """`engine_plan` with what drafts, and why."""
+    spec = engine_plan.config.spec
     what = f"{'+'.join(spec.parts)}, {spec.steps} deep" if spec.parts else "none, plain decoding"
-    return replace(made, drafting=f"{what}: {why}")
+    return replace(engine_plan, drafting=f"{what}: {why}")
 
 
 def drafting_with(config: EngineConfig, algorithm: str) -> EngineConfig:
@@ -94,8 +94,8 @@ def drafting_with(config: EngineConfig, algorithm: str) -> EngineConfig:
 
 def as_chosen(spec: SpecConfig, card: ModelCard) -> SpecConfig:
     """What the options mean for an engine that runs."""
-    chosen = spec if spec.named else spec.drafting_with(card.algorithm or NONE)
-    return chosen if chosen.depth_told or not card.speculative_steps else replace(chosen, speculative_num_steps=card.speculative_steps)
+    result = spec if spec.named else spec.drafting_with(card.algorithm or NONE)
+    return result if result.depth_told or not card.speculative_steps else replace(result, speculative_num_steps=card.speculative_steps)
 
 
 def together(config: EngineConfig) -> bool:
@@ -103,17 +103,19 @@ def together(config: EngineConfig) -> bool:
     return config.parallel.ranks > 1 or config.parallel.spreads or config.disaggregation.role is not None
 
 
-def require_usable(made: Plan, must_fit: bool) -> None:
+def require_usable(engine_plan: Plan, must_fit: bool) -> None:
     """Of what is looked at later where the drafter is named, in loading and in assembling. Raises LoadError and ConfigError."""
-    config, arch = made.config, made.described.arch
-    budget, reserve = config.scheduler.step_tokens, lookahead_of(config, made.device)
+    config, arch = engine_plan.config, engine_plan.described.arch
+    budget, reserve = config.scheduler.step_tokens, lookahead_of(config, engine_plan.device)
     sizes = draft_sizes(config.spec, budget)
-    pages = PageGroups(page_groups(arch.layers), made.memory.pages, config.cache.page_size, budget, made.memory.states or None)
+    pages = PageGroups(
+        page_groups(arch.layers), engine_plan.memory.pages, config.cache.page_size, budget, engine_plan.memory.states or None
+    )
     sizes.require(budget, pages.capacity(reserve), reserve)
     check_windows(arch.layers, sizes)
-    require_weights(made.described)
+    require_weights(engine_plan.described)
     if must_fit:
-        require_memory(made.memory, config, made.device)
+        require_memory(engine_plan.memory, config, engine_plan.device)
 
 
 def require_weights(described: Described) -> None:
@@ -123,5 +125,5 @@ def require_weights(described: Described) -> None:
         return
     layer = nn.Module()
     layer.add_module("mtp_head", empty_model(described, torch.bfloat16, 1, Storage(False, torch.bfloat16)).mtp_head)
-    own = {name: entry for name, entry in described.checkpoint.tensors.items() if name.startswith(described.layout.prefixes)}
-    placements(layer, [WeightSource(replace(described.checkpoint, tensors=own), sources(described)[0].rules)])
+    mtp_tensors = {name: entry for name, entry in described.checkpoint.tensors.items() if name.startswith(described.layout.prefixes)}
+    placements(layer, [WeightSource(replace(described.checkpoint, tensors=mtp_tensors), sources(described)[0].rules)])

@@ -18,17 +18,17 @@ VERSION = b"mtpserve pages 2"  # of what a page holds, and in which order
 
 def fingerprint(config: EngineConfig, planned: Plan) -> bytes:
     """Of the model, its weights, the number formats, the kernels, and the layers that share a page."""
-    made = blake2b(VERSION, digest_size=16)
+    hasher = blake2b(VERSION, digest_size=16)
     model, spec = planned.described, config.spec
     facts = (
         *(model.arch, model.dummy, planned.dtype, planned.storage, config.model.quantization, described(config, planned.device)),
         *(planned.config.cache.page_size, spec.parts, spec.exact, config.parallel.ranks),
     )
-    made.update(repr(facts).encode())
+    hasher.update(repr(facts).encode())
     for checkpoint in model.checkpoints:
         for piece in _samples(checkpoint):
-            made.update(piece)
-    return made.digest()
+            hasher.update(piece)
+    return hasher.digest()
 
 
 def facts(config: EngineConfig, planned: Plan) -> dict[str, str]:

@@ -81,7 +81,7 @@ class Described:
     def checkpoints(self) -> list[Checkpoint]:
         """The model's own first."""
         apart = None if self.head is None else self.head.checkpoint
-        return [each for each in (self.checkpoint, self.nextn, apart) if each is not None]
+        return [checkpoint for checkpoint in (self.checkpoint, self.nextn, apart) if checkpoint is not None]
 
     @property
     def floor(self) -> float:
@@ -196,15 +196,15 @@ def plan(config: EngineConfig) -> Plan:
     if length is not None and length > described.arch.max_positions:
         raise ConfigError(f"--context-length must be at most {described.arch.max_positions}, the model's own, got {length}")
     kernels = kernels_of(config, device)
-    kept = storage_of(config, described.checkpoints, dtype, device, kernels == "triton")
+    storage = storage_of(config, described.checkpoints, dtype, device, kernels == "triton")
     int8, draft_int8 = int8_of(config, described.arch, dtype, kernels)
-    kept = replace(kept, int8=int8, draft_int8=draft_int8)
+    storage = replace(storage, int8=int8, draft_int8=draft_int8)
     ranks = config.parallel.ranks
-    sizes = fixed(described, dtype, positions(config, described.arch, device), kept, ranks)
+    sizes = fixed(described, dtype, positions(config, described.arch, device), storage, ranks)
     state, tables = state_of(config, described.arch, device)
     arch = one_rank(described.arch, ranks)
-    memory = plan_memory(config, arch, kept.cache, device, sizes, lookahead_of(config, device), state, tables)
-    return Plan(config, described, dtype, device, kept, memory)
+    memory = plan_memory(config, arch, storage.cache, device, sizes, lookahead_of(config, device), state, tables)
+    return Plan(config, described, dtype, device, storage, memory)
 
 
 def overlap_of(config: EngineConfig, device: torch.device) -> int:
@@ -252,46 +252,46 @@ def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tup
     return state, lambda running: parts(running)[1].table_bytes
 
 
-def fixed(described: Described, dtype: torch.dtype, positions: int, kept: Storage, ranks: int = 1) -> Fixed:
+def fixed(described: Described, dtype: torch.dtype, positions: int, storage: Storage, ranks: int = 1) -> Fixed:
     """Of one rank's part of the model as it will lie in memory, without making it. Embedding and head, which the MTP layer shares, are
     there once."""
-    model = empty_model(described, dtype, positions, kept, PlannedRank(0, ranks), described.spread)
+    model = empty_model(described, dtype, positions, storage, PlannedRank(0, ranks), described.spread)
     sizes = {name: tensor.nbytes for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for name, part in model.named_modules():
-        int8 = kept.draft_int8 if name.startswith(DRAFTS) else kept.int8 and name.startswith("layers.")
+        int8 = storage.draft_int8 if name.startswith(DRAFTS) else storage.int8 and name.startswith("layers.")
         if int8 and isinstance(part, Linear):
             sizes[f"{name}.weight"] = part.weight.numel()
     drafts = sum(size for name, size in sizes.items() if name.startswith(DRAFTS))
     # Heads of its own are counted with its layers.
-    copied = kept.draft_int8 and described.token_map is None and not described.arch.own_draft_head
+    copied = storage.draft_int8 and described.token_map is None and not described.arch.own_draft_head
     tokens = described.arch.vocab if copied else len(described.token_map or ())
-    reduced = share(tokens, ranks) * described.arch.hidden * (1 if kept.draft_int8 else dtype.itemsize)
+    reduced = share(tokens, ranks) * described.arch.hidden * (1 if storage.draft_int8 else dtype.itemsize)
     what = "MTP layer" if described.arch.draft is None else described.arch.draft.kind
     return Fixed(sum(sizes.values()) - drafts, drafts, reduced, dtype.itemsize, what)
 
 
 def empty_model(
-    described: Described, dtype: torch.dtype, positions: int, kept: Storage, ranks: Ranks = ALONE, spread: SpreadExperts | None = None
+    described: Described, dtype: torch.dtype, positions: int, storage: Storage, ranks: Ranks = ALONE, spread: SpreadExperts | None = None
 ) -> DecoderModel:
     """On no device: names, shapes and dtypes."""
     kernels = KERNELS.get("torch")()
     with torch.device("meta"):
-        model = build_model(described, dtype, positions, replace(kernels, ranks=ranks, spread=spread), kept)
-        whole = model if ranks.size == 1 and spread is None else build_model(described, dtype, positions, kernels, kept)
-    if kept.kinds:
-        wide = hold_blocks(model, placements(whole, sources(described)), kept.kinds, shards_of(whole, model, ranks))
+        model = build_model(described, dtype, positions, replace(kernels, ranks=ranks, spread=spread), storage)
+        whole = model if ranks.size == 1 and spread is None else build_model(described, dtype, positions, kernels, storage)
+    if storage.kinds:
+        wide = hold_blocks(model, placements(whole, sources(described)), storage.kinds, shards_of(whole, model, ranks))
         if wide:
             why = "they take more memory: a rank's part of them would not be whole blocks or groups"
             log.warning("--tensor-parallel-size %d: %d matrices become %s (%s, …), and %s", ranks.size, len(wide), dtype, wide[0], why)
     return model
 
 
-def build_model(described: Described, dtype: torch.dtype, positions: int, kernels: Kernels, kept: Storage) -> DecoderModel:
+def build_model(described: Described, dtype: torch.dtype, positions: int, kernels: Kernels, storage: Storage) -> DecoderModel:
     """The part of the rank that `kernels.ranks` names, with the experts that `kernels.spread` does. Its weights are uninitialised."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        methods = kept.methods(kernels)
+        methods = storage.methods(kernels)
         model = described.family.build(one_rank(described.arch, kernels.ranks.size), methods, dtype, positions, kernels)
         if described.head is not None:
             model.draft = described.head.make(model, methods, dtype, positions, replace(kernels, ranks=ALONE, spread=None))
@@ -304,12 +304,12 @@ def sources(described: Described) -> list[WeightSource]:
     """The model's own checkpoint first."""
     arch, family = described.arch, described.family
     rules, also = family.trunk_rules(arch), []
-    own = described.layout.prefixes if described.layout else ()
+    mtp_prefixes = described.layout.prefixes if described.layout else ()
     if arch.mtp is not None and described.nextn is None:
         assert family.mtp_rules is not None
-        rules += [rule for prefix in own[: arch.mtp.layers] for rule in family.mtp_rules(arch, prefix)]
-        own = own[arch.mtp.layers :]
-    rules += [dropped(prefix, "an MTP layer that is not used") for prefix in own]
+        rules += [rule for prefix in mtp_prefixes[: arch.mtp.layers] for rule in family.mtp_rules(arch, prefix)]
+        mtp_prefixes = mtp_prefixes[arch.mtp.layers :]
+    rules += [dropped(prefix, "an MTP layer that is not used") for prefix in mtp_prefixes]
     if described.nextn is not None and described.nextn_prefix is not None:
         also = [WeightSource(described.nextn, nextn_rules(described, described.nextn, described.nextn_prefix))]
     if described.head is not None:
@@ -332,27 +332,27 @@ def load_model(
     positions: int,
     kernels: Kernels,
     progress: bool,
-    kept: Storage,
+    storage: Storage,
 ) -> DecoderModel:
     """The part of the rank that `kernels.ranks` names, with its experts."""
     kernels = replace(kernels, spread=described.spread)
-    model = build_model(described, dtype, positions, kernels, kept)
-    plain = replace(kept, keep_blocks=False, keep_int4=False)
+    model = build_model(described, dtype, positions, kernels, storage)
+    plain = replace(storage, keep_blocks=False, keep_int4=False)
     whole = model if kernels.ranks.size == 1 and kernels.spread is None else empty_model(described, dtype, positions, plain)
     if described.dummy:
         log.warning("DUMMY WEIGHTS: --load-format dummy fills the model with random numbers; its output means nothing")
         fill(model, device, whole, kernels.ranks)
     else:
-        own, *also = sources(described)
+        source, *also = sources(described)
         load(
             model,
-            own.checkpoint,
-            own.rules,
+            source.checkpoint,
+            source.rules,
             dtype=dtype,
             device=device,
             progress=progress,
             also=also,
-            keep=kept.kinds,
+            keep=storage.kinds,
             whole=whole,
             ranks=kernels.ranks,
         )

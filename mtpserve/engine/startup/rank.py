@@ -80,9 +80,9 @@ class Follower:
 
     def wait_for(self, specs: list[GrammarSpec | None]) -> None:
         """Rank 0 has compiled them already."""
-        for _, compiling in (each for each in self.compiling if each[0] in specs):
+        for _, compiling in (entry for entry in self.compiling if entry[0] in specs):
             compiling.exception()
-        self.compiling = [each for each in self.compiling if not each[1].done()]
+        self.compiling = [entry for entry in self.compiling if not entry[1].done()]
 
 
 def compute(wire: Wire[Order], files: SharedFiles) -> None:
@@ -96,10 +96,10 @@ def compute(wire: Wire[Order], files: SharedFiles) -> None:
     logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s rank {start.config.rank}: %(message)s")
     from mtpserve.engine.startup.build import build_rank
 
-    made = build_rank(start.config, wire, files)
-    if made is None:
+    parts = build_rank(start.config, wire, files)
+    if parts is None:
         return
-    follower, trimmed = Follower(*made, Profiling(start.config.replica, start.config.rank)), perf_counter()
+    follower, trimmed = Follower(*parts, Profiling(start.config.replica, start.config.rank)), perf_counter()
     gc.collect()
     gc.freeze()
     wire.send(Reached("ready"))
@@ -137,9 +137,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="mtpserve.engine.startup.rank")
     for name in ("orders", "answers", *SharedFiles._fields):
         parser.add_argument(f"--{name}", type=int)
-    given = parser.parse_args()
+    args = parser.parse_args()
     die_with_parent()
-    return run(Wire(given.orders, given.answers, ORDERS), SharedFiles(given.sums, given.pages))
+    return run(Wire(args.orders, args.answers, ORDERS), SharedFiles(args.sums, args.pages))
 
 
 if __name__ == "__main__":

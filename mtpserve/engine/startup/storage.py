@@ -33,18 +33,18 @@ class Storage:
     @property
     def kinds(self) -> frozenset[str]:
         """Of weights that stay as they are stored."""
-        return frozenset(kind for kind, kept in (("fp8", self.keep_blocks), ("int4", self.keep_int4)) if kept)
+        return frozenset(kind for kind, keep in (("fp8", self.keep_blocks), ("int4", self.keep_int4)) if keep)
 
     def methods(self, kernels: Kernels) -> Methods:
         """How the model's matrices are stored and multiplied."""
-        made: dict[str, LinearMethod] = {}
+        linear_methods: dict[str, LinearMethod] = {}
 
         def method(name: str) -> LinearMethod:
-            return made.setdefault(name, METHODS.get(name)(kernels))
+            return linear_methods.setdefault(name, METHODS.get(name)(kernels))
 
-        kept = "stored" if self.kinds else "none"
-        layers = method("int8" if self.int8 else kept)
-        return Methods(layers, method(kept), method("int8") if self.draft_int8 else layers, method("int8") if self.draft_int8 else None)
+        default = "stored" if self.kinds else "none"
+        layers = method("int8" if self.int8 else default)
+        return Methods(layers, method(default), method("int8") if self.draft_int8 else layers, method("int8") if self.draft_int8 else None)
 
 
 def storage_of(config: EngineConfig, checkpoints: Iterable[Checkpoint], dtype: torch.dtype, device: torch.device, kernels: bool) -> Storage:
@@ -54,11 +54,11 @@ def storage_of(config: EngineConfig, checkpoints: Iterable[Checkpoint], dtype: t
     weights, cache = config.model.quantization, config.cache.kv_cache_dtype
     stored = {kind for checkpoint in checkpoints for kind in kinds_of(checkpoint.tensors)}
     if weights == "fp8" and "fp8" not in stored:
-        made = "python -m mtpserve.weights.quantise writes a checkpoint that has"
-        raise ConfigError(f"--quantization fp8: {config.model.directory} has no matrix in float8 with scales; {made}")
+        advice = "python -m mtpserve.weights.quantise writes a checkpoint that has"
+        raise ConfigError(f"--quantization fp8: {config.model.directory} has no matrix in float8 with scales; {advice}")
     if weights == "int4" and "int4" not in stored:
-        known = "AWQ, GPTQ, compressed-tensors' packed integers, MXFP4"
-        raise ConfigError(f"--quantization int4: {config.model.directory} has no matrix with numbers of four bits; known: {known}")
+        formats = "AWQ, GPTQ, compressed-tensors' packed integers, MXFP4"
+        raise ConfigError(f"--quantization int4: {config.model.directory} has no matrix with numbers of four bits; known: {formats}")
     if weights == "fp8" and unreadable:
         raise ConfigError(f"--quantization fp8: {why}; with none the weights are expanded")
     if cache in ("fp8", "fp8_e4m3") and unreadable:
@@ -74,8 +74,8 @@ def storage_of(config: EngineConfig, checkpoints: Iterable[Checkpoint], dtype: t
 def int8_of(config: EngineConfig, arch: ModelArch, dtype: torch.dtype, kernels: str) -> tuple[bool, bool]:
     """Whether the trunk's layers are int8, and the draft model. Raises ConfigError where no kernel multiplies int8."""
     trunk, draft = config.model.quantization == "int8", config.spec.speculative_draft_model_quantization
-    for option, asked in (("quantization", trunk), ("speculative-draft-model-quantization", draft == "int8")):
-        if asked and kernels != "cpu":
+    for option, is_int8 in (("quantization", trunk), ("speculative-draft-model-quantization", draft == "int8")):
+        if is_int8 and kernels != "cpu":
             raise ConfigError(f"--{option} int8: only the kernels of a CPU multiply int8, and what computes here is {kernels}")
     if kernels != "cpu" or draft == "none" or not arch.drafts:
         return trunk, False

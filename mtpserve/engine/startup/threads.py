@@ -39,12 +39,12 @@ def bind(config: EngineConfig) -> None:
     log.info("%d threads on cores %s", torch.get_num_threads(), "of the system's choice" if cores is None else sorted(cores))
 
 
-def part(cores: frozenset[int] | None, chosen: bool, config: EngineConfig) -> frozenset[int] | None:
+def part(cores: frozenset[int] | None, is_explicit: bool, config: EngineConfig) -> frozenset[int] | None:
     """This process's. None: those that the system chooses. Processes that are more than the cores share all of them."""
     ranks = config.parallel.ranks
     count, mine = config.parallel.data_parallel_size * ranks, config.replica * ranks + config.rank
     if cores is None or count == 1 or count > len(cores):
-        return cores if chosen else None
+        return cores if is_explicit else None
     return frozenset(sorted(cores)[mine * len(cores) // count : (mine + 1) * len(cores) // count])
 
 

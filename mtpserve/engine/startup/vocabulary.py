@@ -29,14 +29,14 @@ def require_same_tokens(model: ModelConfig, draft: Path, vocab: int, drafted: in
     from mtpserve.text.tokenizer import Tokenizer, tokenizer_of
 
     ours, theirs = tokenizer_of(model), Tokenizer(draft)
-    most, digests = max(vocab, drafted), []
+    vocab_size, digests = max(vocab, drafted), []
     for tokenizer in (ours, theirs):
         digest = blake2b(digest_size=16)
-        for token in range(most):
+        for token in range(vocab_size):
             digest.update(tokenizer.token_bytes(token) + b"\0")
         digests.append(digest.digest())
     if digests[0] == digests[1]:
         return
-    first = next((token for token in range(most) if ours.token_bytes(token) != theirs.token_bytes(token)), 0)
+    first = next((token for token in range(vocab_size) if ours.token_bytes(token) != theirs.token_bytes(token)), 0)
     differs = f"token {first} is {ours.token_text(first)!r} to the model and {theirs.token_text(first)!r} to {draft}"
     raise ConfigError(f"--speculative-draft-model-path: the draft model needs the model's tokenizer: {differs}")

@@ -91,11 +91,11 @@ class CudaGraphCapturer:
             current.wait_stream(self.stream)
             # torch.cuda.graph does not restore the stream if the end of the capture raises; the outer context does.
             with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-                made = body()
+                output = body()
         except Exception as error:
             self.clean_up(graph)
             raise CaptureFailed from error
-        return made, graph.replay
+        return output, graph.replay
 
     def clean_up(self, graph: torch.cuda.CUDAGraph) -> None:
         """After a failed capture. A torch without https://github.com/pytorch/pytorch/pull/180395 takes it for unfinished in its allocators.
@@ -141,9 +141,9 @@ class CapturedGraph:
     again: Callable[[], object]
 
 
-def tiers(most: int) -> list[int]:
+def tiers(max_batch_size: int) -> list[int]:
     """Numbers of requests, the largest last."""
-    return [*(size for size in ROWS if size < most), most]
+    return [*(size for size in ROWS if size < max_batch_size), max_batch_size]
 
 
 def usual(coupled: bool) -> list[SamplingFeatures]:
@@ -153,7 +153,7 @@ def usual(coupled: bool) -> list[SamplingFeatures]:
         SamplingFeatures(all_greedy=greedy, any_greedy=True, largest_k=top_k, any_top_p=top_p, any_min_p=top_p, all_coupled=coupled)
         for greedy, top_k, top_p in cuts
     ]
-    return [each.rounded() for each in wanted]
+    return [features.rounded() for features in wanted]
 
 
 class StepGraphs:
@@ -161,8 +161,8 @@ class StepGraphs:
     less deep chains, and a single row for steps that neither verify nor draft. Steps between them are masked: near the end of its text a
     request has fewer drafts for a step or two, which is not worth a capture."""
 
-    def __init__(self, step: Step, sampling: SamplingState, recorder: GraphCapturer, most: int) -> None:
-        self.step, self.sampling, self.recorder, self.max_batch_size = step, sampling, recorder, most
+    def __init__(self, step: Step, sampling: SamplingState, recorder: GraphCapturer, max_batch_size: int) -> None:
+        self.step, self.sampling, self.recorder, self.max_batch_size = step, sampling, recorder, max_batch_size
         self.drafts = step.drafter.sizes.max_draft_tokens(step.drafter.sizes.depth, plain=True)
         self.depths = sorted({depth for depth in DEPTHS if depth < self.drafts} | {self.drafts})
         self.recorded: dict[GraphKey, CapturedGraph | None] = {}  # None: cannot be captured
@@ -172,10 +172,10 @@ class StepGraphs:
         return StepGraphs(self.step, self.sampling, self.recorder, self.max_batch_size)
 
     def replay(
-        self, seats: Seq[int], wanted: Seq[int], most: Seq[int], drafts: int, draft_depth: int, features: SamplingFeatures, trees: bool,
-        deferred: bool = False, kept: Seq[Seq[int]] = (), prompts: Prompts | None = None,
+        self, seats: Seq[int], wanted: Seq[int], max_draft_tokens: Seq[int], drafts: int, draft_depth: int, features: SamplingFeatures,
+        trees: bool, deferred: bool = False, checkpoints: Seq[Seq[int]] = (), prompts: Prompts | None = None,
     ) -> GraphOutput | None:  # fmt: skip
-        """`drafts` of the widest span; `draft_depth`: how deep the step drafts; `deferred`: as in GraphKey; `kept`: numbers of
+        """`drafts` of the widest span; `draft_depth`: how deep the step drafts; `deferred`: as in GraphKey; `checkpoints`: numbers of
         StateCheckpoints, where layers keep states; `prompts`: the last ones of the requests. What it gives is overwritten by the next
         replay, on the device and in its order. None: such a step cannot be captured, or its prompts are too long, and nothing was done."""
         decoding, deepest = len(seats) - (0 if prompts is None else len(prompts.lengths)), draft_depth if any(wanted) else 0
@@ -189,9 +189,9 @@ class StepGraphs:
         if key is None or recorded is None:
             return None
         # A chain's number of drafts is its depth, and those who are limited otherwise are not captured.
-        most = most or [self.drafts] * len(seats)
-        depths = wanted if self.step.drafter.sizes.trees else list(map(min, wanted, most))
-        lists = (seats, self.step.seats.padding), (depths, 0), (most, 0), *((each, 0) for each in kept)
+        max_draft_tokens = max_draft_tokens or [self.drafts] * len(seats)
+        depths = wanted if self.step.drafter.sizes.trees else list(map(min, wanted, max_draft_tokens))
+        lists = (seats, self.step.seats.padding), (depths, 0), (max_draft_tokens, 0), *((column, 0) for column in checkpoints)
         write(recorded.request_numbers, [padded(numbers, decoding, filler, key) for numbers, filler in lists])
         if prompts is not None and recorded.prompt_numbers is not None:
             write(recorded.prompt_numbers, padded_prompts(prompts, key.rows, key.spans, key.requests))
@@ -268,19 +268,21 @@ class StepGraphs:
         follow pages of another request."""
         sizes, deferred = tiers(self.max_batch_size)[::-1], self.step.drafter.sizes.max_deferred_tokens > 0
         depths = self.depths[::-1] if adaptive and self.drafts else [self.drafts]
-        keys = [self.key(size, depth, depth, each, trees) for size in sizes for depth in depths for each in features]
+        keys = [self.key(size, depth, depth, feature_set, trees) for size in sizes for depth in depths for feature_set in features]
         if adaptive and self.drafts:
             plain_above = 0
         if plain_above is not None:
-            keys += [self.key(size, 0, 0, each, False, deferred) for size in sizes if size > plain_above for each in features]
+            keys += [self.key(size, 0, 0, feature_set, False, deferred) for size in sizes if size > plain_above for feature_set in features]
             depths = [*depths, 0]
         for depth in depths if self.has_mixed_steps else []:
             above = 0 if depth or plain_above is None else plain_above
-            keys += [key for each in features for key in self.mixed_keys(each, depth, prompts, above, deferred and not depth)]
+            keys += [key for feature_set in features for key in self.mixed_keys(feature_set, depth, prompts, above, deferred and not depth)]
         both = ([], [0])[: 1 + (shared or self.step.drafter.lag == 0)]
         for rows in sorted({min(rows - spans, prompts) for rows, spans in PROMPTS}, reverse=True):
             alone = [Prompts([rows], resumed) for resumed in both]
-            keys += [key for depth in depths for each in features for one in alone if (key := self.prompt_key(one, depth, each))]
+            keys += [
+                key for depth in depths for feature_set in features for one in alone if (key := self.prompt_key(one, depth, feature_set))
+            ]
         keys = list(dict.fromkeys(keys))
         for number, key in enumerate(keys, 1):
             self.capture(key)
@@ -326,7 +328,7 @@ class StepGraphs:
     def rows(self, key: GraphKey, request_numbers: Tensor, prompt_numbers: Tensor | None, layout: RowLayout | None) -> BatchInputs:
         """`request_numbers`, `prompt_numbers`, `layout`: see Recorded."""
         parts, resumed = list(request_numbers.unbind(0)), None
-        req_indices, each, most = parts[:3]
+        req_indices, num_steps, max_draft_tokens = parts[:3]
         keep = None if self.step.states is None else StateCheckpoints(*parts[3:5])
         if prompt_numbers is not None:
             lengths, real, after_others = prompt_numbers.unbind(0)
@@ -338,7 +340,11 @@ class StepGraphs:
             req_indices,
             None,
             DraftTargets(
-                each, key.max_steps, most if self.step.drafter.sizes.trees else None, key.defers_kv, not key.defers_kv or key.rows > 0
+                num_steps,
+                key.max_steps,
+                max_draft_tokens if self.step.drafter.sizes.trees else None,
+                key.defers_kv,
+                not key.defers_kv or key.rows > 0,
             ),
             key.trees,
             BatchSampler(self.sampling, key.features),

@@ -22,8 +22,8 @@ class ExpertLoad:
         self.counts: dict[int, Tensor] = {}
         self.started = False
 
-    def count(self, layer: int, chosen: Tensor, experts: int) -> None:
-        counts = torch.bincount(chosen.flatten(), minlength=experts)
+    def count(self, layer: int, topk_ids: Tensor, experts: int) -> None:
+        counts = torch.bincount(topk_ids.flatten(), minlength=experts)
         self.counts[layer] = self.counts[layer] + counts if layer in self.counts else counts
 
     def tick(self, idle: bool) -> None:
@@ -31,7 +31,7 @@ class ExpertLoad:
         if not self.started:
             self.started, self.counts = True, {}
         elif self.counts and (idle or monotonic() - self.written > EVERY_S):
-            made = self.file.with_name(f"{self.file.name}.new")
-            made.write_text(json.dumps({layer: self.counts[layer].tolist() for layer in sorted(self.counts)}) + "\n")
-            os.replace(made, self.file)
+            new_file = self.file.with_name(f"{self.file.name}.new")
+            new_file.write_text(json.dumps({layer: self.counts[layer].tolist() for layer in sorted(self.counts)}) + "\n")
+            os.replace(new_file, self.file)
             self.written = monotonic()

@@ -30,7 +30,7 @@ class TorchPeers:
         store = C10D.FileStore(meeting, size)
         try:
             store.set(f"loaded {rank}", "")
-            store.wait([f"loaded {each}" for each in range(size)], timedelta(seconds=LOADING_S))
+            store.wait([f"loaded {peer}" for peer in range(size)], timedelta(seconds=LOADING_S))
             patience = timedelta(seconds=PATIENCE_S)
             self.hosts = self.devices = C10D.ProcessGroupGloo(C10D.PrefixStore("hosts", store), rank, size, patience)
             if device.type == "cuda":
@@ -42,12 +42,12 @@ class TorchPeers:
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(numbers)
-        told = [torch.empty_like(mine) for _ in range(self.size)]
+        tensors = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            self.hosts.allgather([told], [mine]).wait()
+            self.hosts.allgather([tensors], [mine]).wait()
         except RuntimeError as error:
             raise EngineDead(gone(error)) from error
-        return [each.tolist() for each in told]
+        return [tensor.tolist() for tensor in tensors]
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         taken = rows.new_empty(sum(received), rows.shape[1])

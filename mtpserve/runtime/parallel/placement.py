@@ -49,12 +49,12 @@ def read(file: str, size: int, layers: Mapping[int, int]) -> Owners:
     """`size`: how many EP ranks there are. `layers`: those with experts, and how many. Raises ConfigError that names file, layer and what
     is wrong."""
     try:
-        given = json.loads(Path(file).read_text())
+        owners_by_layer = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--expert-map {file}: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(owners_by_layer, dict):
         raise ConfigError(f"--expert-map {file} must hold an object: of each layer's number the EP ranks of its experts")
-    for name, owners in given.items():
+    for name, owners in owners_by_layer.items():
         if not name.isdecimal() or int(name) not in layers:
             raise ConfigError(f"--expert-map {file}: {name!r} is not the number of a layer with experts")
         count = layers[int(name)]
@@ -63,7 +63,7 @@ def read(file: str, size: int, layers: Mapping[int, int]) -> Owners:
             raise ConfigError(f"--expert-map {file}: layer {name} must have {count} numbers of EP ranks in [0, {size - 1}]")
         if missing := sorted(set(range(size)) - set(owners)):
             raise ConfigError(f"--expert-map {file}: in layer {name} EP rank {missing[0]} has no expert, and each must have one")
-    return {int(name): owners for name, owners in given.items()}
+    return {int(name): owners for name, owners in owners_by_layer.items()}
 
 
 def balanced(load: Sequence[int], size: int) -> list[int]:
@@ -84,5 +84,5 @@ def in_order_of(rank: int, experts: int, size: int) -> list[int]:
 
 def imbalance(load: Sequence[int], owners: Sequence[int], size: int) -> float:
     """The busiest EP rank's load as a multiple of the mean: 1.0 is even."""
-    carried = [sum(each for each, owner in zip(load, owners, strict=True) if owner == rank) for rank in range(size)]
+    carried = [sum(expert_load for expert_load, owner in zip(load, owners, strict=True) if owner == rank) for rank in range(size)]
     return max(carried) * size / sum(carried) if any(carried) else 1.0

@@ -81,12 +81,12 @@ class TorchRanks:
             dist.all_gather_into_tensor(parts, x)
             return list(parts)
         numbers = x.view(-1).view(torch.uint8)  # gloo does not know every type
-        made = [torch.empty_like(numbers) for _ in range(self.size)]
+        tensors = [torch.empty_like(numbers) for _ in range(self.size)]
         try:
-            dist.all_gather(made, numbers)
+            dist.all_gather(tensors, numbers)
         except RuntimeError as error:
             raise PeerGone(str(error)) from error
-        return [part.view(x.dtype).view(x.shape) for part in made]
+        return [part.view(x.dtype).view(x.shape) for part in tensors]
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -57,10 +57,10 @@ class Rounds:
         self.computes[layer] = compute
         self.places[layer] = torch.tensor(self.placement.places(layer, experts)).T.contiguous()
 
-    def outputs(self, layer: int, x: Tensor, chosen: Tensor) -> Tensor:
+    def outputs(self, layer: int, x: Tensor, topk_ids: Tensor) -> Tensor:
         if self.load is not None:
-            self.load.count(layer, chosen, self.places[layer].shape[1])
-        owners, numbers = self.places[layer][:, chosen]  # [T, K] each
+            self.load.count(layer, topk_ids, self.places[layer].shape[1])
+        owners, numbers = self.places[layer][:, topk_ids]  # [T, K] each
         here = owners == torch.arange(self.peers.size, device=self.device)[:, None, None]  # [peers, T, K]
         goes = here.any(-1)
         rows, pairs = torch.stack([goes.sum(1), here.sum((1, 2))]).tolist()
@@ -68,7 +68,7 @@ class Rounds:
         answers = self.round(layer, x[goes.nonzero()[:, 1]], wanted, rows, pairs)
         assert answers is not None
         _, row, choice = here.nonzero(as_tuple=True)  # the order in which they come
-        out = torch.zeros(*chosen.shape, self.hidden, dtype=x.dtype, device=self.device)
+        out = torch.zeros(*topk_ids.shape, self.hidden, dtype=x.dtype, device=self.device)
         out[row, choice] = answers
         return out
 
@@ -98,22 +98,22 @@ class Rounds:
         PULSE.beat()
         peers = self.peers
         layers, sent = zip(*((first, counts) for first, *counts in peers.gather([layer, *rows])), strict=True)
-        if all(each == DONE for each in layers):
+        if all(peer_layer == DONE for peer_layer in layers):
             return None
         received = [counts[peers.rank] for counts in sent]
         # A row and its experts travel together, as bytes.
-        given = torch.cat([as_bytes(x), as_bytes(wanted.int())], 1)
-        taken = peers.swap(given, rows, received)
+        payload = torch.cat([as_bytes(x), as_bytes(wanted.int())], 1)
+        taken = peers.swap(payload, rows, received)
         width = taken.shape[1] - 4 * self.top_k
-        theirs, asked = taken[:, :width].contiguous().view(self.dtype), taken[:, width:].contiguous().view(torch.int32)
-        made = self.compute(layers, received, theirs, asked)
-        of_sender = [int(part) for part in torch.stack([(part >= 0).sum() for part in asked.split(received)]).tolist()]
-        return peers.swap(as_bytes(made), of_sender, pairs).view(self.dtype)
+        theirs, topk_ids = taken[:, :width].contiguous().view(self.dtype), taken[:, width:].contiguous().view(torch.int32)
+        outputs = self.compute(layers, received, theirs, topk_ids)
+        of_sender = [int(part) for part in torch.stack([(part >= 0).sum() for part in topk_ids.split(received)]).tolist()]
+        return peers.swap(as_bytes(outputs), of_sender, pairs).view(self.dtype)
 
-    def compute(self, layers: Sequence[int], received: Sequence[int], x: Tensor, asked: Tensor) -> Tensor:
-        """x [n, hidden], asked [n, top_k] from senders at `layers`, `received` from each → [pairs, hidden]."""
-        row, choice = (asked >= 0).nonzero(as_tuple=True)
-        expert = asked[row, choice].long().unsqueeze(1)
+    def compute(self, layers: Sequence[int], received: Sequence[int], x: Tensor, topk_ids: Tensor) -> Tensor:
+        """x [n, hidden], topk_ids [n, top_k] from senders at `layers`, `received` from each → [pairs, hidden]."""
+        row, choice = (topk_ids >= 0).nonzero(as_tuple=True)
+        expert = topk_ids[row, choice].long().unsqueeze(1)
         at = torch.tensor(layers).repeat_interleave(torch.tensor(received)).to(self.device)[row]
         out = torch.empty(len(row), self.hidden, dtype=self.dtype, device=self.device)
         for layer in sorted({layer for layer, count in zip(layers, received, strict=True) if count}):

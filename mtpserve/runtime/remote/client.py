@@ -74,7 +74,7 @@ class PageClient:
             pull.all_are("differs")
             raise ValueError(f"it computes them in another way: {difference}")
         take = self._taking(hello, pull)
-        pages = [(each.group, each.key) for each in pull.wanted]
+        pages = [(page.group, page.key) for page in pull.wanted]
         send(connection, WantPages(source.lease, source.waits, self._seconds, pages, copies=take is not None))
         connection.settimeout(self._seconds + QUIET_S)
         pull.all_are("timeout")
@@ -83,10 +83,10 @@ class PageClient:
         connection.settimeout(QUIET_S)
         pull.all_are("absent" if give.known else "timeout" if source.waits else "ended")
         while True:
-            if any(not 0 <= given.index < len(pull.wanted) for given in give.pages):
+            if any(not 0 <= page.index < len(pull.wanted) for page in give.pages):
                 raise ValueError("it gives pages that were not asked for")
-            for given in give.pages:
-                pull.missing[given.index] = "broken"
+            for page in give.pages:
+                pull.missing[page.index] = "broken"
             (take or partial(pull.receive, connection))(give.pages)
             if not give.more:
                 break
@@ -116,25 +116,25 @@ class Pull:
         self.missing = [why] * len(self.wanted)
 
     def receive(self, connection: socket.socket, pages: Seq[Given]) -> None:
-        for given in pages:
-            receive_into(connection, self.wanted[given.index].target.data)
-            self._check(given)
+        for page in pages:
+            receive_into(connection, self.wanted[page.index].target.data)
+            self._check(page)
 
     def copy(self, memory: np.ndarray, pages: Seq[Given]) -> None:
-        for given in pages:
-            target = self.wanted[given.index].target
-            np.copyto(target, memory[given.start : given.start + len(target)])
-            self._check(given)
+        for page in pages:
+            target = self.wanted[page.index].target
+            np.copyto(target, memory[page.start : page.start + len(target)])
+            self._check(page)
 
     def read(self, nixl: Nixl, other: Hello, pages: Seq[Given]) -> None:
-        targets = [(given.start, self.wanted[given.index].target) for given in pages]
+        targets = [(page.start, self.wanted[page.index].target) for page in pages]
         places = [(other.base + start, target.ctypes.data, len(target)) for start, target in targets]
         if not nixl.read(other.nixl, places, QUIET_S):
             raise ValueError("NIXL could not read from its memory")
-        for given in pages:
-            self._check(given)
+        for page in pages:
+            self._check(page)
 
-    def _check(self, given: Given) -> None:
-        target = self.wanted[given.index].target
-        self.missing[given.index] = "" if zlib.crc32(target.data) == given.checksum else "damaged"
+    def _check(self, page: Given) -> None:
+        target = self.wanted[page.index].target
+        self.missing[page.index] = "" if zlib.crc32(target.data) == page.checksum else "damaged"
         self.taken, self.bytes = self.taken + 1, self.bytes + len(target)

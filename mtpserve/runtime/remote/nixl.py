@@ -31,7 +31,7 @@ class Nixl:
         api = _api()
         try:
             self._agent: Any = api.nixl_agent(uuid.uuid4().hex, api.nixl_agent_config(backends=["UCX"]))
-            self._agent.register_memory([(each.data_ptr(), each.numel(), 0, "") for each in blocks], "DRAM")
+            self._agent.register_memory([(block.data_ptr(), block.numel(), 0, "") for block in blocks], "DRAM")
             self.metadata: bytes = self._agent.get_agent_metadata()
         except Exception as error:  # its own kinds, of C++
             raise ConfigError(f"--disaggregation-transfer-backend nixl: {type(error).__name__}: {error}") from error

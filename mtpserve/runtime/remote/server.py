@@ -100,10 +100,10 @@ class Readers:
         there = [(index, place) for index, place in enumerate(want.pages) if place in pages]
         for start in range(0, max(len(there), 1), TOGETHER):
             some = there[start : start + TOGETHER]
-            given = [self._given(index, place, pages[place]) for index, place in some]
+            batch = [self._given(index, place, pages[place]) for index, place in some]
             # What was not theirs any more while the checksums were taken has the wrong ones.
             good = self._leases.holds(want.lease, (place for _, place in some))
-            send(connection, Give(good, given if good else [], more=good and start + TOGETHER < len(there)))
+            send(connection, Give(good, batch if good else [], more=good and start + TOGETHER < len(there)))
             if not good:
                 return
             if not want.copies:

@@ -81,11 +81,11 @@ class LogitRules:
 def biases(request: RunnerRequest) -> dict[int, float]:
     """Token → what its logit gets in every row of the request. Tokens that are not named get 0, or -inf where some are allowed."""
     params = request.sampling
-    made = dict.fromkeys(params.allowed_token_ids, 0.0)
+    bias_by_token = dict.fromkeys(params.allowed_token_ids, 0.0)
     others = -torch.inf if params.allowed_token_ids else 0.0
     for token, bias in params.logit_bias.items():
-        made[token] = made.get(token, others) + bias
-    return made | {word[0]: -torch.inf for word in request.new_request.bad_words if len(word) == 1}
+        bias_by_token[token] = bias_by_token.get(token, others) + bias
+    return bias_by_token | {word[0]: -torch.inf for word in request.new_request.bad_words if len(word) == 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,12 @@ class RuleGroups:
     @property
     def lists(self) -> list[Seq[int]]:
         """What BatchRules needs of them on the device."""
-        made: list[Seq[int]] = []
+        device_lists: list[Seq[int]] = []
         for words, seats in self.worded.items():
-            made += [seats, *(word[:-1] for word in words)]
+            device_lists += [seats, *(word[:-1] for word in words)]
         for ends, seats in self.waiting.items():
-            made += [seats, ends]
-        return made
+            device_lists += [seats, ends]
+        return device_lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +152,9 @@ class BatchRules:
         if self.any_penalty:
             assert self.rules.counts is not None
             place = torch.arange(verify_output.tokens.shape[1], device=verify_output.tokens.device)
-            kept = (place <= verify_output.num_accepted_tokens.unsqueeze(1)) & batch.samples.bool().unsqueeze(1)
+            mask = (place <= verify_output.num_accepted_tokens.unsqueeze(1)) & batch.samples.bool().unsqueeze(1)
             seats = batch.req_indices.unsqueeze(1).expand_as(verify_output.tokens)
-            self.rules.counts.index_put_((seats, verify_output.tokens), kept.long(), accumulate=True)
+            self.rules.counts.index_put_((seats, verify_output.tokens), mask.long(), accumulate=True)
         if self.rules.processors or self.grammars:
             rows = zip(
                 batch.req_indices.tolist(),
@@ -214,8 +214,8 @@ class BatchRules:
         for row, (req_idx, path) in enumerate(zip(owners, since, strict=True)):
             request = self.by_seat[req_idx]
             try:
-                made = processor(request.tokens + path, request.num_prompt_tokens, request.sampling.custom_params, logits[row])
-                out[row] = made
+                new_logits = processor(request.tokens + path, request.num_prompt_tokens, request.sampling.custom_params, logits[row])
+                out[row] = new_logits
             except Exception:
                 # The operator's code failed for this request: it ends, as one whose numbers went bad, and no other does.
                 log.exception("logits processor %s failed for request %s", type(processor).__name__, request.id)

@@ -75,23 +75,23 @@ def merge(drafts: Drafts | None, requests: int, chains: list[Chain], sizes: Draf
         tokens[:, :number] = drafts.tokens
         parents[:, :number] = torch.arange(number, device=device) if drafts.tree is None else drafts.tree.parents
         sources[:, :number] = 0 if drafts.sources is None else drafts.sources
-    each, place = torch.arange(requests, device=device), torch.arange(room, device=device)
+    batch_idx, place = torch.arange(requests, device=device), torch.arange(room, device=device)
     for chain, size, source in chains:
         node = torch.zeros_like(count)
         for step in range(chain.shape[1]):
             token, wanted = chain[:, step], step < size
             child = (parents == node.unsqueeze(1)) & (tokens == token.unsqueeze(1)) & (place < count.unsqueeze(1))
-            known = child.any(1)
-            added = wanted & ~known & (count < room)
+            is_duplicate = child.any(1)
+            added = wanted & ~is_duplicate & (count < room)
             at = torch.where(added, count, room - 1)
             for table, value in ((tokens, token), (parents, node), (sources, torch.full_like(token, source))):
-                table[each, at] = torch.where(added, value, table[each, at])
+                table[batch_idx, at] = torch.where(added, value, table[batch_idx, at])
             count = count + added
             # A chain ends when there is no room for its next node.
-            size = torch.where(known | added, size, 0)
+            size = torch.where(is_duplicate | added, size, 0)
             if source is Source.GRAMMAR:
                 # A forced token's source is the grammar, even if the base proposed it too.
                 sources = torch.where(child & wanted.unsqueeze(1), int(source), sources)
-            node = torch.where(known, child.long().argmax(1) + 1, torch.where(added, count, node))
+            node = torch.where(is_duplicate, child.long().argmax(1) + 1, torch.where(added, count, node))
     depth = min(sizes.depth, room)
     return Drafts(tokens, count, None if drafts is None else drafts.probs, tree_of(parents, depth), sources)

@@ -43,12 +43,12 @@ class FeatureHistory:
         before = self.last[batch.token_req_indices]
         ends = batch.last_token_rows + accepted * batch.samples
         parts = [features]
-        kept = list[Tensor]()
+        last_rows = list[Tensor]()
         for number in range(self.rows - 1):
             handed = hand_on(number, parts[-1])
-            kept.append(handed[ends])
+            last_rows.append(handed[ends])
             parts.append(torch.where(inside, handed[above], before[:, number]))
-        self.last[batch.req_indices] = torch.stack(kept, 1)
+        self.last[batch.req_indices] = torch.stack(last_rows, 1)
         return torch.cat(parts, 1)
 
     def resume(self, batch: Batch, boundary: BoundaryRows) -> None:
@@ -57,8 +57,8 @@ class FeatureHistory:
         for spans, again in ((batch.resumed, 0), (batch.unstored, 1)):
             if spans is not None:
                 req_indices, first = batch.req_indices[spans], batch.token_indices[batch.query_start_loc[:-1][spans]]
-                found = self.split(boundary.before(batch.req_tensors.slot_mapping(req_indices, first - 1 + again)))
-                self.last[req_indices] = found[:, again : again + self.rows - 1]
+                rows = self.split(boundary.before(batch.req_tensors.slot_mapping(req_indices, first - 1 + again)))
+                self.last[req_indices] = rows[:, again : again + self.rows - 1]
 
     def split(self, joined: Tensor) -> Tensor:
         """[n, rows * width] → [n, rows, width]"""

@@ -43,11 +43,11 @@ class NGramDrafter:
 def continued(tokens: Tensor, req_indices: Tensor, length: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """tokens [seats, n], length [D] → proposals [D, number], and how many of them are valid [D]."""
     longest = int(length.max())
-    own = tokens[req_indices, :longest]
-    ends = last_of(own, length, LONGEST)
+    history = tokens[req_indices, :longest]
+    ends = last_of(history, length, LONGEST)
     # The end of the text itself is not an earlier occurrence.
-    place = follow(own, length - 1, ends, length)
-    return taken(own, place, length, number)
+    place = follow(history, length - 1, ends, length)
+    return taken(history, place, length, number)
 
 
 def predicted(prediction: Tensor, size: Tensor, tokens: Tensor, length: Tensor, prompt: Tensor, number: int) -> tuple[Tensor, Tensor]:

@@ -136,8 +136,8 @@ class DraftPasses:
         # Of most rows only what later rows need is of use.
         self.model.store_kv(rows.input_ids, rows.positions, features, self.attention.plan(rows))
         ends = self.rows(batch, req_indices, rows.input_ids[last], rows.token_indices[last], rows.positions[last])
-        own = None if features is None else features[last]
-        return self.model.extend(ends.input_ids, ends.positions, own, self.attention.plan(ends)), req_indices
+        last_features = None if features is None else features[last]
+        return self.model.extend(ends.input_ids, ends.positions, last_features, self.attention.plan(ends)), req_indices
 
     def last(self, batch: Batch, verify_output: VerifyOutput) -> Tensor:
         """[D], the last row that counts of each request that may be drafted for."""
@@ -154,13 +154,13 @@ class DraftPasses:
         tokens = torch.where(places == 1, ids.unsqueeze(1), mask)
         index = index.unsqueeze(1) + places
         rows = self.rows(batch, req_indices, tokens.flatten(), index.flatten(), index.flatten())
-        own = self.attention.plan(rows)
+        attention_plan = self.attention.plan(rows)
         if all(model.causal):
-            return model.block(tokens, index, own)
+            return model.block(tokens, index, attention_plan)
         # Each sees all of them, and of a window what the last one sees: as if all were the last one.
         last = (rows.seq_lens - 1).repeat_interleave(self.steps + 1)
         whole = self.attention.plan(rows._replace(token_indices=last, positions=last))
-        seen = [own[i] if causal else BlockContext(own[i], whole[i]) for i, causal in enumerate(model.causal)]
+        seen = [attention_plan[i] if causal else BlockContext(attention_plan[i], whole[i]) for i, causal in enumerate(model.causal)]
         return model.block(tokens, index, seen)
 
     def skip(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> None:
@@ -224,8 +224,12 @@ class DraftPasses:
         """A batch with one row for each of the tokens `input_ids` [rows], at `token_indices` + lag of its request; each request's rows are
         contiguous. `slot_mapping`: of the tokens, and `seq_lens`: index + 1 of each request's last row, where these are known."""
         requests, device = req_indices.shape[0], index.device
-        each = ids.shape[0] // max(requests, 1)
-        owners, ends = (req_indices, index) if each == 1 else (req_indices.repeat_interleave(each), index.view(requests, each)[:, -1])
+        rows_per_req = ids.shape[0] // max(requests, 1)
+        owners, ends = (
+            (req_indices, index)
+            if rows_per_req == 1
+            else (req_indices.repeat_interleave(rows_per_req), index.view(requests, rows_per_req)[:, -1])
+        )
         if slots is None:
             slots = batch.req_tensors.slot_mapping(owners, index + self.model.lag if self.model.lag else index)
         return batch._replace(
@@ -235,7 +239,7 @@ class DraftPasses:
             slot_mapping=slots,
             token_req_indices=owners,
             req_indices=req_indices,
-            query_start_loc=numbers(0, requests * each + 1, max(each, 1), device),
+            query_start_loc=numbers(0, requests * rows_per_req + 1, max(rows_per_req, 1), device),
             seq_lens=ends + 1 if seq_lens is None else seq_lens,
             tree=None,
             tree_bits=None,

@@ -56,15 +56,15 @@ def accept(
         ids = batch.req_indices.repeat_interleave(nodes)
         path, count = node_paths(batch.drafts, batch.tree)
         logits = sampler.processed(logits.flatten(0, 1), ids, path.flatten(0, 1), count.flatten()).view_as(logits)
-    made = (kernel if kernel is not None and thresholds.lossless else decide)(logits, batch, depth, thresholds)
+    decision = (kernel if kernel is not None and thresholds.lossless else decide)(logits, batch, depth, thresholds)
     logprobs = None
     if sampler.top_logprobs is not None:
-        rows = path_rows(made.path, made.tokens, made.num_accepted_tokens)
+        rows = path_rows(decision.path, decision.tokens, decision.num_accepted_tokens)
         p = None
         if processed_logprobs and not sampler.all_greedy:
             p = sampler.probs(logits.flatten(0, 1), batch.req_indices.repeat_interleave(nodes)).view_as(logits)
-        logprobs = logprobs_of(p, logits if processed_logprobs else raw, batch, rows, made.tokens)
-    return VerifyOutput(made.tokens, made.num_accepted_tokens, made.path, made.failed, logprobs)
+        logprobs = logprobs_of(p, logits if processed_logprobs else raw, batch, rows, decision.tokens)
+    return VerifyOutput(decision.tokens, decision.num_accepted_tokens, decision.path, decision.failed, logprobs)
 
 
 def path_rows(path: Tensor | None, tokens: Tensor, accepted: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
     best = logits.max(-1)
     p: Tensor | None = None
     drawn: Tensor | None = None  # [R], requests whose drafts were sampled from q
-    chosen = best.indices
+    target_tokens = best.indices
     if not sampler.all_greedy:
         ids = batch.req_indices.repeat_interleave(nodes)
         p = sampler.probs(logits.flatten(0, 1), ids).view_as(logits)
@@ -89,9 +89,9 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
         if coupled is not None:
             depths = torch.arange(nodes, device=logits.device).unsqueeze(0) if batch.tree is None else batch.tree.depths
             index = batch.req_tensors.num_tokens[batch.req_indices].unsqueeze(1) + depths
-            chosen = sampler.choose(p.flatten(0, 1), ids, index.expand(-1, nodes).flatten(), DRAW).view(-1, nodes)
+            target_tokens = sampler.choose(p.flatten(0, 1), ids, index.expand(-1, nodes).flatten(), DRAW).view(-1, nodes)
             drawn = drawn & ~coupled
-    tokens, accepted, surviving = walk(chosen, batch, depth)
+    tokens, accepted, surviving = walk(target_tokens, batch, depth)
     if drawn is not None and p is not None and not sampler.all_coupled:
         own_tokens, own_accepted = reject(p, batch, depth)
         tokens = torch.where(drawn.unsqueeze(1), own_tokens, tokens)
@@ -119,17 +119,17 @@ def kernel_inputs(logits: Tensor, batch: Batch, drafts: Tensor, depth: int) -> t
     )  # fmt: skip
 
 
-def walk(chosen: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """chosen [R, K+1], the target's token at every node → tokens [R, D+1], accepted [R], path [R, D+1] (None: a chain's)."""
-    if chosen.shape[1] == 1:  # no drafts: every number below would be 0
-        return chosen, torch.zeros_like(batch.num_draft_tokens), None
+def walk(target_tokens: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """target_tokens [R, K+1], the target's token at every node → tokens [R, D+1], accepted [R], path [R, D+1] (None: a chain's)."""
+    if target_tokens.shape[1] == 1:  # no drafts: every number below would be 0
+        return target_tokens, torch.zeros_like(batch.num_draft_tokens), None
     drafts, tree = batch.drafts, batch.tree
     number = torch.arange(drafts.shape[1], device=drafts.device)
     valid = number < batch.num_draft_tokens.unsqueeze(1)
     if tree is None:
-        accepted = (valid & (drafts == chosen[:, :-1])).long().cumprod(1).sum(1)
-        return chosen[:, : depth + 1], accepted, None
-    matched = valid & (drafts == chosen.gather(1, tree.parents))
+        accepted = (valid & (drafts == target_tokens[:, :-1])).long().cumprod(1).sum(1)
+        return target_tokens[:, : depth + 1], accepted, None
+    matched = valid & (drafts == target_tokens.gather(1, tree.parents))
     refused = (~matched).long().mul(2 << number).sum(1, keepdim=True)  # as a set of nodes
     alive = (tree.ancestors & refused) == 0
     # Siblings have different tokens, so the accepted nodes form one path, and the deepest is its end.
@@ -137,7 +137,7 @@ def walk(chosen: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tens
     last = reached.argmax(1, keepdim=True)
     accepted = reached.gather(1, last).squeeze(1)
     path = path_to(tree, last, depth)
-    return chosen.gather(1, path), accepted, path
+    return target_tokens.gather(1, path), accepted, path
 
 
 def path_to(tree: Tree, node: Tensor, depth: int) -> Tensor:

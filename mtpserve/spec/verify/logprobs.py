@@ -21,7 +21,7 @@ def logprobs_of(p: Tensor | None, logits: Tensor, batch: Batch, rows: Tensor, to
 
 def ranked(logp: Tensor, tokens: Tensor, number: int) -> Logprobs:
     """logp [R, n, vocabulary], tokens [R, n]"""
-    chosen = logp.gather(2, tokens.unsqueeze(2))
-    ranks = (logp > chosen).sum(2) + 1
+    token_logprobs = logp.gather(2, tokens.unsqueeze(2))
+    ranks = (logp > token_logprobs).sum(2) + 1
     top = logp.topk(min(number, logp.shape[2]), 2)
-    return Logprobs(chosen.squeeze(2), ranks, top.indices, top.values)
+    return Logprobs(token_logprobs.squeeze(2), ranks, top.indices, top.values)

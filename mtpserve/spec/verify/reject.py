@@ -23,24 +23,24 @@ def reject(p: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     length = req_tensors.num_tokens[ids]
     count = batch.num_draft_tokens.clamp(max=number)
     coins = batch.sampler.uniform(ids, length.unsqueeze(1) + torch.arange(number, device=device), COIN)
-    kept = coins * at(q, drafts) < at(p[:, :number], drafts)
-    accepted = leading(kept, count)
-    each = torch.arange(spans, device=device)
-    last = p[each, accepted]  # [R, vocabulary], the distribution of the token after the accepted drafts
+    accept_mask = coins * at(q, drafts) < at(p[:, :number], drafts)
+    accepted = leading(accept_mask, count)
+    batch_idx = torch.arange(spans, device=device)
+    last = p[batch_idx, accepted]  # [R, vocabulary], the distribution of the token after the accepted drafts
     if number:
         rejected = (accepted < count).unsqueeze(1)
-        rest = (last - q[each, accepted.clamp(max=number - 1)]).clamp_(min=0)
+        rest = (last - q[batch_idx, accepted.clamp(max=number - 1)]).clamp_(min=0)
         # If p = q up to rounding, nothing is left of p - q; then the rejection was due to rounding too, and p itself is sampled.
         last = torch.where(rejected & (rest.sum(-1, keepdim=True) > 0), rest, last)
     tokens = torch.cat([drafts, drafts.new_zeros(spans, 1 + depth - number)], 1)
-    tokens[each, accepted] = batch.sampler.choose(last, ids, length + accepted, DRAW)
+    tokens[batch_idx, accepted] = batch.sampler.choose(last, ids, length + accepted, DRAW)
     return tokens, accepted
 
 
-def leading(kept: Tensor, count: Tensor) -> Tensor:
-    """kept [R, K] bool, count [R] valid drafts → [R], the number kept before the first that is not."""
-    valid = torch.arange(kept.shape[1], device=kept.device) < count.unsqueeze(1)
-    return (kept & valid).long().cumprod(1).sum(1)
+def leading(accept_mask: Tensor, count: Tensor) -> Tensor:
+    """accept_mask [R, K] bool, count [R] valid drafts → [R], the number kept before the first that is not."""
+    valid = torch.arange(accept_mask.shape[1], device=accept_mask.device) < count.unsqueeze(1)
+    return (accept_mask & valid).long().cumprod(1).sum(1)
 
 
 def at(probs: Tensor, tokens: Tensor) -> Tensor:

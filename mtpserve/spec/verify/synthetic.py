@@ -29,29 +29,29 @@ class SyntheticAcceptance:
         return by_lot(self.judge(logits, batch, depth, thresholds), logits, batch, self.rates)
 
 
-def by_lot(made: Decision, logits: Tensor, batch: Batch, rates: Tensor) -> Decision:
+def by_lot(decision: Decision, logits: Tensor, batch: Batch, rates: Tensor) -> Decision:
     """logits [R, K+1, vocabulary], processed; rates [D or more]."""
-    depth = made.tokens.shape[1] - 1
+    depth = decision.tokens.shape[1] - 1
     if depth == 0:
-        return made
+        return decision
     sampler, ids, length = batch.sampler, batch.req_indices, batch.req_tensors.num_tokens[batch.req_indices]
-    each, place = torch.arange(len(ids), device=ids.device), torch.arange(depth, device=ids.device)
+    batch_idx, place = torch.arange(len(ids), device=ids.device), torch.arange(depth, device=ids.device)
     path, exists = first_children(batch, depth)
     drafts = batch.drafts.gather(1, path[:, 1:] - 1)
     lots = sampler.uniform(ids, length.unsqueeze(1) + place, LOT)
-    allowed = logits[each.unsqueeze(1), path[:, :-1], drafts] > -torch.inf
+    allowed = logits[batch_idx.unsqueeze(1), path[:, :-1], drafts] > -torch.inf
     accepted = (exists & allowed & (lots < rates[:depth])).long().cumprod(1).sum(1)
-    row = logits[each, path[each, accepted]]
-    own = row.argmax(-1) if sampler.all_greedy else sampler.choose(sampler.probs(row, ids), ids, length + accepted, DRAW)
-    tokens = torch.cat([drafts, own.unsqueeze(1)], 1).index_put((each, accepted), own)
-    if made.path is not None:
+    row = logits[batch_idx, path[batch_idx, accepted]]
+    next_tokens = row.argmax(-1) if sampler.all_greedy else sampler.choose(sampler.probs(row, ids), ids, length + accepted, DRAW)
+    tokens = torch.cat([drafts, next_tokens.unsqueeze(1)], 1).index_put((batch_idx, accepted), next_tokens)
+    if decision.path is not None:
         path = path.gather(1, torch.minimum(torch.arange(depth + 1, device=ids.device), accepted.unsqueeze(1)))
     return replace(
-        made,
+        decision,
         tokens=tokens,
         num_accepted_tokens=accepted,
-        path=None if made.path is None else path,
-        failed=made.failed | ~torch.isfinite(row.amax(-1)),
+        path=None if decision.path is None else path,
+        failed=decision.failed | ~torch.isfinite(row.amax(-1)),
     )
 
 
