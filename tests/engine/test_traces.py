@@ -75,8 +75,8 @@ def test_without_a_tokenizer_four_characters_are_a_token(tmp_path: Path) -> None
 
 
 def test_the_beginning_of_a_trace(tmp_path: Path) -> None:
-    assert len(read_trace(written(tmp_path, MOONCAKE), rate=1, most=1)) == 1
-    assert len(read_trace(written(tmp_path, SHAREGPT), rate=1, most=1)) == 1
+    assert len(read_trace(written(tmp_path, MOONCAKE), rate=1, limit=1)) == 1
+    assert len(read_trace(written(tmp_path, SHAREGPT), rate=1, limit=1)) == 1
 
 
 @pytest.mark.parametrize(
