@@ -7,7 +7,7 @@ from typing import Any
 
 
 class TokenGrammar:
-    """core.protocols.Grammar, by `allowed`."""
+    """core.protocols.grammars.Grammar, by `allowed`."""
 
     def __init__(self) -> None:
         self.output: list[int] = []

@@ -24,7 +24,7 @@ class Peer(Ranks, Protocol):
 
 
 class ThreadRank:
-    """core.parallel.Ranks"""
+    """core.protocols.parallel.Ranks"""
 
     def __init__(self, rank: int, size: int, barrier: Barrier, given: list[Tensor]) -> None:
         self.rank, self.size, self.barrier, self.given = rank, size, barrier, given

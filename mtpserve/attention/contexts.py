@@ -43,7 +43,7 @@ class CompressingContext(Context, Protocol):
 
     @property
     def inputs(self) -> Tensor:
-        """The layer's own [slots, 1, numbers]: one place for each token, see core.arch.Compressed.inputs."""
+        """The layer's own [slots, 1, numbers]: one place for each token, see core.arch.model.Compressed.inputs."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class BatchAttention(Protocol):
     def slots(self) -> Tensor: ...
 
     def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
-        """`layer`: its index in the pool. The rest: core.protocols.Context."""
+        """`layer`: its index in the pool. The rest: core.protocols.attention.Context."""
         ...
 
 
@@ -97,8 +97,8 @@ P = TypeVar("P", bound=BatchAttention, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class LayerContext(Generic[P]):
-    """core.protocols.Context; SelectingContext for layers that attend to selected tokens, CompressingContext for those that attend to
-    entries."""
+    """core.protocols.attention.Context; SelectingContext for layers that attend to selected tokens, CompressingContext for those that
+    attend to entries."""
 
     planned: P
     layer: int  # its index in the pool

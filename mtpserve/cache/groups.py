@@ -37,7 +37,7 @@ class PageGroup(NamedTuple):
 
 
 class PageGroups:
-    """`windows` of the groups, see core.arch.page_groups, and how many pages each has. `chunk`: rows that one request may bring to a
+    """`windows` of the groups, see core.arch.model.page_groups, and how many pages each has. `chunk`: rows that one request may bring to a
     step. `states`: how many may be kept; None: the model has no recurrent layers."""
 
     def __init__(

@@ -5,10 +5,10 @@
 
 Stores whose layers have one window share their pages: see cache/groups.
 
-Layers that attend to entries, too (core.arch.Compressed), have these in a pool of their own, in the pages of full attention: the entry of
-the tokens that end with token i is in slot slot(i) // every, so that a page holds as many entries as its tokens make. Nodes of a tree
-complete entries that may come to nothing, several for the same tokens: these have places of their own beyond the pages, one for each node
-of each seat, and are moved to their slots where the node survives.
+Layers that attend to entries, too (core.arch.model.Compressed), have these in a pool of their own, in the pages of full attention: the
+entry of the tokens that end with token i is in slot slot(i) // every, so that a page holds as many entries as its tokens make. Nodes of a
+tree complete entries that may come to nothing, several for the same tokens: these have places of their own beyond the pages, one for each
+node of each seat, and are moved to their slots where the node survives.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Place(NamedTuple):
 
 
 class Stores:
-    """`pages`: of each group, in the order of core.arch.page_groups. `dtype`, `poison`, `compact` and `stored` are KVPool's. `nodes`: how
-    many seats there are, and how many nodes each may have besides the root."""
+    """`pages`: of each group, in the order of core.arch.model.page_groups. `dtype`, `poison`, `compact` and `stored` are KVPool's. `nodes`:
+    how many seats there are, and how many nodes each may have besides the root."""
 
     def __init__(
         self, layers: Sequence[Attention], pages: Sequence[int], page_size: int, dtype: torch.dtype, device: torch.device,

@@ -118,7 +118,7 @@ class SpecConfig:
 
     @property
     def drafter(self) -> str | None:
-        """The draft model's name in core.drafters; None: no draft model."""
+        """The draft model's name in config.drafters; None: no draft model."""
         return next((part for part in self.parts if part != "NGRAM"), None)
 
     @property

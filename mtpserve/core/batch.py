@@ -154,16 +154,16 @@ class RequestTensors(Protocol):
     tokens: Tensor  # [seats, max_len + lookahead] int64: committed tokens, then the waiting drafts
     num_tokens: Tensor  # [seats] int64: committed tokens
     num_computed_tokens: Tensor  # [seats] int64: tokens whose KV is in the pages
-    block_tables: Tensor  # [groups, seats, columns] int64, see core.arch.page_groups
+    block_tables: Tensor  # [groups, seats, columns] int64, see core.arch.model.page_groups
     padding_slots: list[int]  # of each group: a slot that is never read
     draft_probs: Tensor  # [seats, K, vocabulary] float32: what the waiting drafts of a chain were drawn from
 
     def slot_mapping(self, req_indices: Tensor, index: Tensor, group: int = 0) -> Tensor:
-        """Where the KV of token `token_indices` of each seat's request is stored, in the pages of this group."""
+        """Where the KV of token `index` of each seat's request is stored, in the pages of this group."""
         ...
 
     def next_tokens(self, req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the token after each `token_indices` [n] of these seats' requests [n]: which one it is, its index, and its slot in the pages
+        """Of the token after each `index` [n] of these seats' requests [n]: which one it is, its index, and its slot in the pages
         of group 0; [n] each."""
         ...
 
@@ -220,7 +220,7 @@ class Sampler(Protocol):
         ...
 
     def processed(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
-        """[rows, vocabulary], path [rows, D] of which the first `num_draft_tokens` [rows] count → logits after everything but temperature,
+        """[rows, vocabulary], path [rows, D] of which the first `count` [rows] count → logits after everything but temperature,
         top_k, top_p and min_p."""
         ...
 

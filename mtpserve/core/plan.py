@@ -83,7 +83,7 @@ class NewPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
     req_idx: int
     first_block: int  # column of the first one
     pages: list[int]
-    group: int = 0  # of pages: see core.arch.page_groups
+    group: int = 0  # of pages: see core.arch.model.page_groups
 
 
 class StateCheckpoint(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -24,6 +24,6 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     req: RequestState
     tokens: list[int]
     num_accepted_tokens: int = 0  # of `tokens`, from the front
-    proposal: Proposal = Proposal()  # the drafts that were verified
+    proposal: Proposal = Proposal()  # what the step verified
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None

@@ -96,7 +96,7 @@ class CandidateSelector(nn.Module):
 
 
 class DFlashModel(nn.Module):
-    """core.protocols.BlockModel. Embedding and head are the trunk's own objects, borrowed and not held as children."""
+    """core.protocols.models.BlockModel. Embedding and head are the trunk's own objects, borrowed and not held as children."""
 
     lag, at_once, tokens = 1, True, None
 
@@ -108,10 +108,8 @@ class DFlashModel(nn.Module):
         self.mask, self.causal, self.features = arch.mask, arch.causal, Features(taps=arch.taps)
         self.layers: tuple[LayerKind, ...] = model_arch.layers
         self.fc = Linear(len(arch.taps) * model_arch.hidden, (model_arch.hidden,), methods.draft)
-        self.hidden_norm, self.norm = (
-            RMSNorm(model_arch.hidden, model_arch.norm_eps, kernels),
-            RMSNorm(model_arch.hidden, model_arch.norm_eps, kernels),
-        )
+        self.hidden_norm = RMSNorm(model_arch.hidden, model_arch.norm_eps, kernels)
+        self.norm = RMSNorm(model_arch.hidden, model_arch.norm_eps, kernels)
         self.blocks = nn.ModuleList(
             DFlashLayer(arch, model_arch.attention(i), methods.draft, kernels) for i in range(len(model_arch.layers))
         )

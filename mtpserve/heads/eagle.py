@@ -56,7 +56,8 @@ class FirstLayer(DecoderLayer):
 
 
 class EagleHead(nn.Module):
-    """core.protocols.DraftModel. Embedding and language-model head are the trunk's own objects, borrowed and not held as children."""
+    """core.protocols.models.DraftModel. Embedding and language-model head are the trunk's own objects, borrowed and not held as
+    children."""
 
     lag, at_once, mask, tokens, features = 1, False, None, None, Features(last="post")
 

@@ -119,7 +119,7 @@ class Projection(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """core.protocols.DraftModel. What it has not of its own is the trunk's, borrowed and not held as a child."""
+    """core.protocols.models.DraftModel. What it has not of its own is the trunk's, borrowed and not held as a child."""
 
     lag, at_once, mask = 1, False, None
 

@@ -43,7 +43,7 @@ class MedusaArch:
 
 
 class MedusaHeads(nn.Module):
-    """core.protocols.DraftModel. It stores nothing of a text: all heads get the last hidden state."""
+    """core.protocols.models.DraftModel. It stores nothing of a text: all heads get the last hidden state."""
 
     lag, at_once, mask, features = 1, True, None, Features(last="post")
     layers: tuple[LayerKind, ...] = ()

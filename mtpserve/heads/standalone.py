@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class StandaloneModel(nn.Module):
-    """core.protocols.DraftModel."""
+    """core.protocols.models.DraftModel."""
 
     lag, at_once, mask, features = 0, False, None, Features()
 

@@ -107,8 +107,8 @@ def shared_head(trunk: DecoderModel, methods: Methods) -> HeadProduct:
 
 
 class MTPHead(nn.Module):
-    """core.protocols.DraftModel: the checkpoint's own multi-token-prediction layer. Embedding, head and rotary tables are the trunk's own
-    objects, borrowed and not held as children."""
+    """core.protocols.models.DraftModel: the checkpoint's own multi-token-prediction layer. Embedding, head and rotary tables are the
+    trunk's own objects, borrowed and not held as children."""
 
     lag, at_once, mask, tokens = 1, False, None, None
 
@@ -163,8 +163,8 @@ class MTPHead(nn.Module):
 
 
 class MTPModules(nn.Module):
-    """core.protocols.DraftModel: several MTP layers, one for each depth. In MiMo-V2 each gets the trunk's hidden state, and none another
-    one's output:
+    """core.protocols.models.DraftModel: several MTP layers, one for each depth. In MiMo-V2 each gets the trunk's hidden state, and none
+    another one's output:
 
     draft         1           2                 3              Module i's row in slot s: h of token s - 1 - i, and token s. To be able to
     module 0    h3 t4                                          draft with its next row it needs those before, also the ones that

@@ -77,7 +77,7 @@ class Route(Protocol):
 class PackRouter(Protocol):
     def __call__(self, weight: Tensor, bias: Tensor | None, arch: MoEArch, /) -> Route:
         """weight [E, H] and bias [E] float32, after loading; a bias where `arch.router_bias` says what it is. May reorder the memory of
-        the weight, as core.protocols.Pack."""
+        the weight, as core.protocols.linear.Pack."""
         ...
 
 
@@ -154,7 +154,8 @@ class MixExperts(Protocol):
 
 class PackExperts(Protocol):
     def __call__(self, experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, /) -> MixExperts:
-        """After loading, also of the shared expert and its gate. May reorder the memory of the experts' weights, as core.protocols.Pack."""
+        """After loading, also of the shared expert and its gate. May reorder the memory of the experts' weights, as
+        core.protocols.linear.Pack."""
         ...
 
 
@@ -169,7 +170,7 @@ class PackHeads(Protocol):
     def __call__(self, kv_up: Tensor, heads: int, nope: int, /) -> tuple[HeadProducts, HeadProducts]:
         """kv_up [heads * (nope + value), rank] → each head's products with its two parts, from nope numbers to rank and from rank to value.
         nope may be 0: only the second one is of use then.
-        May reorder kv_up's memory, as core.protocols.Pack."""
+        May reorder kv_up's memory, as core.protocols.linear.Pack."""
         ...
 
 

@@ -45,7 +45,7 @@ class DeviceRequests:
     """core.batch.RequestTensors.
 
     `trees` and `sources` are there only for drafters whose proposals branch or come from several sources; a chain needs neither.
-    `spare_pages`: of each group of pages (core.arch.page_groups) one that no request ever gets: what pads a batch is written there.
+    `spare_pages`: of each group of pages (core.arch.model.page_groups) one that no request ever gets: what pads a batch is written there.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ ESTIMATE = " (estimate)"  # after the names of rows that cannot be counted in ad
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     rows: list[tuple[str, int]]  # what, bytes
-    pages: tuple[int, ...]  # of each group, see core.arch.page_groups
+    pages: tuple[int, ...]  # of each group, see core.arch.model.page_groups
     states: int  # of recurrent layers, that are kept for requests with the same prefix
     max_running: int
     context_length: int

@@ -315,7 +315,7 @@ class Runner:
     def note(
         self, drafted: Seq[tuple[SpanPlan, RunnerRequest]], draft_depth: int, count: Tensor | None, trees: bool
     ) -> Download | Seq[int]:
-        """What is known on the host about the drafts that now wait. `num_draft_tokens` [requests, and padding], None where nothing was
+        """What is known on the host about the drafts that now wait. `count` [requests, and padding], None where nothing was
         drafted."""
         if count is None:
             return [0] * len(drafted)

@@ -119,7 +119,7 @@ def one_line(text: str) -> str:
 
 
 class GrammarMatcher:
-    """core.protocols.Grammar: the state after the committed output. Paths are tried from there and taken back."""
+    """core.protocols.grammars.Grammar: the state after the committed output. Paths are tried from there and taken back."""
 
     def __init__(self, matcher: LLMatcher, vocab: int, eos_ids: Sequence[int]) -> None:
         self._matcher, self._vocab = matcher, vocab
@@ -145,7 +145,7 @@ class GrammarMatcher:
         return not self._matcher.is_error() and (self._ended or bool(self._matcher.is_accepting()))
 
     def masks(self, paths: Sequence[Sequence[int]], rows: Row) -> list[bool]:
-        """See core.protocols.Grammar. One path at a time: walking it is cheap compared with filling its row."""
+        """See core.protocols.grammars.Grammar. One path at a time: walking it is cheap compared with filling its row."""
         return [self.mask(path, row) for path, row in zip(paths, rows, strict=True)]
 
     def mask(self, path: Sequence[int], row: Row) -> bool:

@@ -62,7 +62,7 @@ class Given:
 
 
 class FakeDisk:
-    """Of the tiers: engine.tiers.Disk, and what is in the files."""
+    """Of the tiers: engine.pages.host.Disk, and what is in the files."""
 
     def __init__(self) -> None:
         self.files: dict[tuple[int, bytes], list[int | None]] = {}

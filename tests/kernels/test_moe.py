@@ -119,10 +119,8 @@ def test_experts(device: torch.device, rows: int, hidden: int, size: int, number
         unused = [expert for expert in range(number) if not (chosen == expert).any()]
         gate_up[unused], down[unused] = torch.nan, torch.nan  # an expert that no row chose is not read
         x = numbers(device, rows, hidden + 8).to(dtype)[:, :hidden]
-        actual, expected = (
-            experts(x, weights, chosen, gate_up, down, *shared_expert),
-            reference.experts(x, weights, chosen, gate_up, down, *shared_expert),
-        )
+        actual = experts(x, weights, chosen, gate_up, down, *shared_expert)
+        expected = reference.experts(x, weights, chosen, gate_up, down, *shared_expert)
         tolerance = 1e-2 if dtype == torch.float16 else 1e-4
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 

@@ -42,7 +42,7 @@ def tables() -> Tensor:
 
 
 class TableHead:
-    """core.protocols.DraftModel"""
+    """core.protocols.models.DraftModel"""
 
     lag, features, layers, at_once, mask, tokens = 1, Features(last="post"), (), False, None, None
 

@@ -131,10 +131,8 @@ def test_rows_of_a_layer_without_scales(outputs: int) -> None:
 
 def test_a_layer_without_scales_is_multiplied_as_ever() -> None:
     torch.manual_seed(0)
-    here, there = (
-        Linear(600, (520,), Kept(torch_kernels.torch_kernels())),
-        Linear(600, (520,), Unquantized(torch_kernels.torch_kernels())),
-    )
+    here = Linear(600, (520,), Kept(torch_kernels.torch_kernels()))
+    there = Linear(600, (520,), Unquantized(torch_kernels.torch_kernels()))
     here.weight.data = torch.randn(520, 600)
     there.weight.data = here.weight.data
     here.finish_loading()

@@ -29,7 +29,7 @@ HIDDEN, POSITIONS = 16, 400
 
 
 class OwnModel(nn.Module):
-    """core.protocols.DraftModel: one layer of grouped-query attention."""
+    """core.protocols.models.DraftModel: one layer of grouped-query attention."""
 
     at_once, mask, tokens = False, None, None
 

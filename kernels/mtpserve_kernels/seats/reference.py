@@ -65,7 +65,7 @@ def place(
 def following(
     seats: RequestTable, token_req_indices: Tensor, index: Tensor, *, slots_of: SlotsOf = cache.slots
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the token after each `token_indices` [T] of these requests [T]: which one it is, its place in the request and its slot in the
+    """Of the token after each `index` [T] of these requests [T]: which one it is, its place in the request and its slot in the
     pages of group 0, [T] each."""
     after = index + 1
     return seats.tokens[token_req_indices, after], after, slots_of(seats.block_table, token_req_indices, after, seats.page_size)
@@ -117,7 +117,7 @@ def result_table(
     tokens: Tensor, parents: Tensor | None = None, path: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """What the host wants to know of R verdicts: accepted, failed, draft_count [R], tokens [R, D + 1]; the K drafts, which are the
-    `input_ids` [T] of sample_rows [R, K + 1] after the first, and their sources by seat [S, K or more]; of trees parents [R, K] and path
+    `ids` [T] of sample_rows [R, K + 1] after the first, and their sources by seat [S, K or more]; of trees parents [R, K] and path
     [R, D + 1]. → [R, columns] int64, side by side."""
     first = torch.stack([accepted, failed.long(), num_draft_tokens], 1)
     parts = [first, tokens, ids[sample_rows[:, 1:]], draft_sources[req_indices, : sample_rows.shape[1] - 1]]

@@ -290,7 +290,7 @@ class Features:
     taps: tuple[int, ...] = ()  # the outputs of these layers
     last: Norm | None = None  # the last layer's output, before or after the final norm
     rows: int = 1  # the row's own, those of the row before it, and so on, side by side
-    chained: bool = False  # of the rows before it, what the draft model's own modules have made of them (core.protocols.DraftModel)
+    chained: bool = False  # of the rows before it, what the draft model's own modules have made of them (core.protocols.models.DraftModel)
 
     def width(self, hidden: int, streams: int = 1) -> int:
         """What comes before the final norm has as many numbers for each of the residual `streams`."""
@@ -340,7 +340,7 @@ class ModelArch:
     gates: tuple[LayerGates | None, ...] = ()  # of each layer; None, or no tuple at all: as `moe` has it
     window_rope: RopeArch | None = None  # of layers with a window, where it is another
     value_scale: float = 1.0  # values are multiplied with it
-    sinks: Literal["all", "windows"] | None = None  # layers whose heads have a sink, see core.protocols.Context
+    sinks: Literal["all", "windows"] | None = None  # layers whose heads have a sink, see core.protocols.attention.Context
     gate: Ungated | None = None  # of feed-forward blocks without experts; None: silu(gate) * up
 
     def heads_of(self, kind: Attention) -> int:

@@ -44,7 +44,7 @@ class EngineClient(RequestClient, Protocol):
         ...
 
     async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
-        """How deep requests draft from now on, where that is not fixed; an empty change only asks. The reports of the engines that are up,
+        """Set the depth of later proposals, where it is not fixed; an empty change only asks. The reports of the engines that are up,
         at least one, by number. Raises EngineDead."""
         ...
 

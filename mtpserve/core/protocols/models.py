@@ -87,7 +87,7 @@ class ChainedModules(DraftModel, Protocol):
 
 
 class DraftSource(Protocol):
-    """Where a drafter's model comes from: what an entry of core.drafters names."""
+    """Where a drafter's model comes from: what an entry of config.drafters names."""
 
     def in_checkpoint(self, path: str | None) -> bool:
         """Whether it is the checkpoint's own MTP layer, or one that was published apart in the same layout. `path`: of the draft model."""

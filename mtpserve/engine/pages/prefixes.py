@@ -118,7 +118,7 @@ class Prefixes:
         return [] if place is None else [StateCheckpoint(span.req_idx, passed[-1] * size, place)]
 
     def commit(self, req: RequestState, settled: int, checkpoint: StateCheckpoint | None) -> None:
-        """Tokens of a request were computed: others may find its whole pages. Its state has gone on to `num_state_tokens` tokens;
+        """Tokens of a request were computed: others may find its whole pages. Its state has gone on to `settled` tokens;
         `checkpoint` is what the plan named."""
         since, req.num_state_tokens = req.num_state_tokens, settled
         # Tokens after a stop are computed and dropped.

@@ -95,7 +95,7 @@ RECUR: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSizes:
-    pages: Seq[int]  # of each group (core.arch.page_groups) for requests; there is one more in each, which pads batches
+    pages: Seq[int]  # of each group (core.arch.model.page_groups) for requests; there is one more in each, which pads batches
     page_size: int  # tokens in a page
     seats: int  # requests that run at once
     context: int  # tokens of prompt and output together

@@ -162,7 +162,7 @@ class HeadMatrices:
 
 
 def pack(weight: Tensor, bias: Tensor | None, lookups: bool) -> PanelMatrix:
-    """core.protocols.Pack"""
+    """core.protocols.linear.Pack"""
     return PanelMatrix(linear.pack(weight, bias))
 
 

@@ -1,4 +1,4 @@
-"""How the processes of one machine that compute a model together sum and gather: core.parallel.Ranks.
+"""How the processes of one machine that compute a model together sum and gather: core.protocols.parallel.Ranks.
 
 on GPUs    NCCL, also inside captured steps
 on CPUs    shared memory (mtpserve_kernels.cpu.ranks): microseconds; where its kernels are not there gloo, which takes half a millisecond

@@ -1,4 +1,4 @@
-"""Features of several rows side by side, for draft models that want those of the rows before a row too (core.arch.Features.rows).
+"""Features of several rows side by side, for draft models that want those of the rows before a row too (core.arch.model.Features.rows).
 
     rows      h0     h1     h2     h3           of the trunk, in steps of any number of rows
     joined    h0 · · h1 h0 · h2 h1 h0 h3 h2 h1  of three rows; what is before the first one is void

@@ -51,7 +51,7 @@ def continued(tokens: Tensor, req_indices: Tensor, length: Tensor, number: int) 
 
 
 def predicted(prediction: Tensor, size: Tensor, tokens: Tensor, length: Tensor, prompt: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """The same from the client's prediction: prediction [D, n], of which `size` [D] are valid; tokens [D, m], of which `num_tokens` [D].
+    """The same from the client's prediction: prediction [D, n], of which `size` [D] are valid; tokens [D, m], of which `length` [D].
 
     While there is no output to look up, the beginning of the prediction is proposed.
     """
@@ -62,7 +62,7 @@ def predicted(prediction: Tensor, size: Tensor, tokens: Tensor, length: Tensor, 
 
 
 def last_of(tokens: Tensor, length: Tensor, number: int) -> Tensor:
-    """tokens [D, n] → the last `number` before `num_tokens` [D]; -1 for those before the beginning."""
+    """tokens [D, n] → the last `number` before `length` [D]; -1 for those before the beginning."""
     place = length.unsqueeze(1) - number + torch.arange(number, device=length.device)
     return tokens.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
 

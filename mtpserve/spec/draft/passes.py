@@ -1,7 +1,7 @@
 """The passes of a draft model over a request's rows, for all drafters that have one.
 
-A draft model's row in slot s is computed from token s (core.protocols.DraftModel). With lag 1 it also gets the trunk's features of token
-s - 1:
+A draft model's row in slot s is computed from token s (core.protocols.models.DraftModel). With lag 1 it also gets the trunk's features of
+token s - 1:
 
     token        t0    t1    t2    t3 |  t4 …      | a page ends here
     trunk slot   0     1     2     3  |  4
@@ -66,7 +66,7 @@ class ReducedHead:
 
 @dataclass(frozen=True, slots=True)
 class BlockContext:
-    """core.protocols.Context: rows that are stored as `own` plans them, and attend as `whole` does."""
+    """core.protocols.attention.Context: rows that are stored as `own` plans them, and attend as `whole` does."""
 
     own: Context
     whole: Context
@@ -96,7 +96,7 @@ def numbers(first: int, end: int, step: int, device: torch.device) -> Tensor:
 class DraftPasses:
     """`attention` plans for the draft model's own layers; `draft_positions` knows their page size. `boundary` is None if the draft model
     gets no features of the trunk, and so is `deferred`, or if no row is ever deferred; `history`, if it gets those of one row. `steps`:
-    drafts of a block. `draft_chain`: None is spec.chain.one_by_one."""
+    drafts of a block. `draft_chain`: None is spec.draft.chain.one_by_one."""
 
     def __init__(
         self, model: DraftModel, attention: AttentionBackend, draft_positions: DraftPositions, boundary: BoundaryRows | None = None,
@@ -148,8 +148,8 @@ class DraftPasses:
         return rows.input_ids.shape[0] >= max(SPLIT_ROWS, SPLIT_EACH * last.shape[0])
 
     def block(self, batch: Batch, req_indices: Tensor, ids: Tensor, index: Tensor, mask: int) -> Hidden:
-        """One pass over the last tokens `input_ids` [D], whose rows are at `token_indices`, and a mask for each draft after them (DFlash, https://
-        arxiv.org/abs/2602.06036 §3). → as core.protocols.BlockModel.block."""
+        """One pass over the last tokens `ids` [D], whose rows are at `index`, and a mask for each draft after them (DFlash, https://
+        arxiv.org/abs/2602.06036 §3). → as core.protocols.models.BlockModel.block."""
         model, places = cast(BlockModel, self.model), torch.arange(1, self.steps + 2, device=ids.device)
         tokens = torch.where(places == 1, ids.unsqueeze(1), mask)
         index = index.unsqueeze(1) + places
@@ -221,8 +221,8 @@ class DraftPasses:
         self, batch: Batch, req_indices: Tensor, ids: Tensor, index: Tensor, positions: Tensor, slots: Tensor | None = None,
         seq_lens: Tensor | None = None,
     ) -> Batch:  # fmt: skip
-        """A batch with one row for each of the tokens `input_ids` [rows], at `token_indices` + lag of its request; each request's rows are
-        contiguous. `slot_mapping`: of the tokens, and `seq_lens`: index + 1 of each request's last row, where these are known."""
+        """A batch with one row for each of the tokens `ids` [rows], at `index` + lag of its request; each request's rows are
+        contiguous. `slots`: of the tokens, and `seq_lens`: index + 1 of each request's last row, where these are known."""
         requests, device = req_indices.shape[0], index.device
         rows_per_req = ids.shape[0] // max(requests, 1)
         owners, ends = (

@@ -16,7 +16,7 @@ from mtpserve.core.plan import Transfer, Transferred
 
 
 class SimulatedDisk:
-    """engine.tiers.Disk of so many pages, the least recently used of which are deleted first."""
+    """engine.pages.host.Disk of so many pages, the least recently used of which are deleted first."""
 
     def __init__(self, pages: int) -> None:
         self._pages, self._files = pages, OrderedDict[tuple[int, Key], None]()
