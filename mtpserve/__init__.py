@@ -1,4 +1,5 @@
-"""mtpserve: an inference server for language models in which multi-token prediction is the normal way to decode."""
+"""mtpserve: an inference server for language models in which multi-token prediction is the normal way to
+decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Offline inference: `LLM(...)` runs the engine in this process, without server and sockets, with the same steps, text rules and limits."""
+"""Offline inference: `LLM(...)` runs the engine in this process, without server and sockets, with the same
+steps, text rules and limits."""
 
 from __future__ import annotations
 
@@ -39,20 +40,24 @@ class Completion:
     accepted: int  # how many of them were accepted
     error: str | None = None
     logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, with SamplingParams.logprobs
-    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt from its second token on, with SamplingParams.prompt_logprobs
-    trace: list[Proposal] = field(default_factory=list)  # what each step proposed and accepted, with Speculation.trace
+    # of the prompt from its second token on, with SamplingParams.prompt_logprobs
+    prompt_logprobs: list[TokenLogprob] | None = None
+    # what each step proposed and accepted, with Speculation.trace
+    trace: list[Proposal] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """One step of one request. The pieces, joined, are its new text; text that may become a stop string is held back."""
+    """One step of one request. The pieces, joined, are its new text; text that may become a stop string is
+    held back."""
 
     tokens: list[int]  # accepted drafts, then the trunk's own token; cut off after a stop
     proposal: Proposal  # the drafts that were verified
     accepted: int  # drafts among `tokens`
     accepted_pieces: list[str]
     own_piece: str
-    rejected_pieces: list[str]  # one per rejected draft; of a tree, only the likeliest branch after the accepted drafts
+    # one per rejected draft; of a tree, only the likeliest branch after the accepted drafts
+    rejected_pieces: list[str]
     finish: Finish | None
     error: str | None = None
     logprobs: list[TokenLogprob] | None = None
@@ -123,7 +128,8 @@ def joined(parts: Iterable[list[TokenLogprob] | None]) -> list[TokenLogprob] | N
 
 
 def refused(event: TokenEvent) -> list[int]:
-    """The rejected drafts that continue the accepted ones: the likeliest branch below the last accepted node."""
+    """The rejected drafts that continue the accepted ones: the likeliest branch below the last accepted
+    node."""
     proposal, node = event.proposal, ([0, *event.proposal.path])[-1]
     tokens = []
     for draft, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True), 1):
@@ -134,7 +140,8 @@ def refused(event: TokenEvent) -> list[int]:
 
 
 class LLM:
-    """Options are the fields of the config dataclasses, as on the command line with underscores: `LLM("demo", page_size=32)`.
+    """Options are the fields of the config dataclasses, as on the command line with underscores: `LLM("demo",
+    page_size=32)`.
 
     Raises ConfigError and LoadError. Not thread-safe.
     """
@@ -174,17 +181,22 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Callable[[int], None] = lambda ended: None,
     ) -> list[Completion]:
-        """One completion per prompt, in order. A prompt is a text or token ids; `sampling` is for all or one for each. `progress` hears how
-        many have ended, each time that one does.
+        """One completion per prompt, in order. A prompt is a text or token ids; `sampling` is for all or one
+        for each. `progress` hears how many have ended, each time that one does.
 
-        Without `sampling`, the model's recommended parameters, up to the context length. Raises InvalidRequest if any prompt is invalid.
+        Without `sampling`, the model's recommended parameters, up to the context length. Raises
+        InvalidRequest if any prompt is invalid.
         """
         prompt_list = listed(prompts)
         params = (
-            [sampling or self.sampling()] * len(prompt_list) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+            [sampling or self.sampling()] * len(prompt_list)
+            if sampling is None or isinstance(sampling, SamplingParams)
+            else list(sampling)
         )
         if len(params) != len(prompt_list):
-            raise InvalidRequest(f"there are {len(prompt_list)} prompts and {len(params)} sampling parameters", "sampling")
+            raise InvalidRequest(
+                f"there are {len(prompt_list)} prompts and {len(params)} sampling parameters", "sampling"
+            )
         outputs: dict[str, OfflineRequest] = {}
         ended = 0
         for id, step in self._run(prompt_list, params, outputs):
@@ -195,24 +207,33 @@ class LLM:
         return [output.completion() for output in outputs.values()]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[StreamStep]:
-        """The steps of one prompt as they come; closing the iterator ends the request. Raises RequestFailed if the request fails."""
+        """The steps of one prompt as they come; closing the iterator ends the request. Raises RequestFailed
+        if the request fails."""
         for _, step in self._run([prompt], [sampling or self.sampling()], {}):
             if step.finish is Finish.ERROR:
                 raise RequestFailed(step.error or "the request failed")
             yield step
 
     def _run(
-        self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], outputs: dict[str, OfflineRequest]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sequence[SamplingParams],
+        outputs: dict[str, OfflineRequest],
     ) -> Iterator[tuple[str, StreamStep]]:
-        """Runs the engine until all requests have ended. `outputs` is filled with one entry per prompt, in order."""
+        """Runs the engine until all requests have ended. `outputs` is filled with one entry per prompt, in
+        order."""
         live: set[str] = set()
         engine = self.engine  # an iterator that is not closed may outlive `close`
         try:
             for prompt, params in zip(prompts, sampling, strict=True):
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                request = request_of(spelling_of(self.tokenizer, params), f"offline-{next(self._ids)}", ids, params)
+                request = request_of(
+                    spelling_of(self.tokenizer, params), f"offline-{next(self._ids)}", ids, params
+                )
                 detokenizer = Detokenizer(self.tokenizer.fast, params, self.engine.card.eos_ids, ids)
-                outputs[request.id] = OfflineRequest(self.tokenizer, detokenizer, len(ids), params.speculation.trace)
+                outputs[request.id] = OfflineRequest(
+                    self.tokenizer, detokenizer, len(ids), params.speculation.trace
+                )
                 while not self._add(request):
                     yield from self._step(outputs, live)
                 live.add(request.id)
@@ -266,6 +287,9 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     result = EngineConfig(**{section: config(**values[section]) for section, config in sections.items()})
     for name, alone in (("data_parallel_size", 1), ("engine_restarts", None), ("engine_timeout", 20.0)):
         check(
-            getattr(result.parallel, name) == alone, name, getattr(result.parallel, name), "left out: one engine computes in this process"
+            getattr(result.parallel, name) == alone,
+            name,
+            getattr(result.parallel, name),
+            "left out: one engine computes in this process",
         )
     return result

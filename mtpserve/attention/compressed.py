@@ -1,14 +1,16 @@
-"""Attention to a window and, in the same softmax, to entries that stand for several tokens each, in plain torch.
+"""Attention to a window and, in the same softmax, to entries that stand for several tokens each, in plain
+torch.
 
     tokens     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 …          entries of 4 tokens: a row sees those whose tokens it has all seen,
     entries          0 |       1 |         2 |               so row 9 the entries 0 and 1, and besides them its window
 
-A row that is the last of an entry's tokens completes it: the layer makes it of what these tokens have left, before anything attends. Where
-such a row turns out not to count, the row that takes its place makes the entry anew; until then nobody sees it. A node of a tree sees the
-entries that nodes on its own path complete: these have places of their own (cache/stores).
+A row that is the last of an entry's tokens completes it: the layer makes it of what these tokens have left,
+before anything attends. Where such a row turns out not to count, the row that takes its place makes the entry
+anew; until then nobody sees it. A node of a tree sees the entries that nodes on its own path complete: these
+have places of their own (cache/stores).
 
-A row's choice and its output depend on that row alone, whoever shares the pass. Slow: keys are read once per row, and rows are lists on
-the host.
+A row's choice and its output depend on that row alone, whoever shares the pass. Slow: keys are read once per
+row, and rows are lists on the host.
 """
 
 from __future__ import annotations
@@ -48,9 +50,14 @@ class PlannedCompressed:
         slots = self.slots[start:stop]
         slots = torch.cat([slots, slots[:1].expand(rows - len(slots))])
         indices = [i for i, row in enumerate(self.by) if start <= row < stop]
-        completed, by = Completed(*(tensor[indices] for tensor in self.completed)), [self.by[i] - start for i in indices]
+        completed, by = (
+            Completed(*(tensor[indices] for tensor in self.completed)),
+            [self.by[i] - start for i in indices],
+        )
         window, seen = self.window[start:stop], self.seen[start:stop]
-        return PlannedCompressed(self.pool, self.entries, slots, window, seen, completed, by, self.best, self.scale, self.choice)
+        return PlannedCompressed(
+            self.pool, self.entries, slots, window, seen, completed, by, self.best, self.scale, self.choice
+        )
 
     def select(self, q: Tensor, weights: Tensor, layer: int) -> None:
         assert self.best is not None
@@ -61,10 +68,13 @@ class PlannedCompressed:
         attended, out = self.seen if self.best is None else self.choice.slots, torch.empty_like(q)
         for rows in self.alike(attended):
             sides = [
-                self.side(pool, layer, [seen[row] for row in rows]) for pool, seen in ((self.pool, self.window), (self.entries, attended))
+                self.side(pool, layer, [seen[row] for row in rows])
+                for pool, seen in ((self.pool, self.window), (self.entries, attended))
             ]
             keys, beyond = (torch.cat(parts, 1) for parts in zip(*sides, strict=True))
-            scores = torch.bmm(q[rows] * self.scale, keys.mT).float().masked_fill_(beyond.unsqueeze(1), -torch.inf)
+            scores = (
+                torch.bmm(q[rows] * self.scale, keys.mT).float().masked_fill_(beyond.unsqueeze(1), -torch.inf)
+            )
             if sinks is not None:
                 scores = torch.cat([scores, sinks.view(1, -1, 1).expand(len(rows), -1, -1)], -1)
             weights = scores.softmax(-1)[..., : keys.shape[1]].to(keys.dtype).contiguous()
@@ -83,10 +93,13 @@ class PlannedCompressed:
             yield from (members[first : first + chunk_size] for first in range(0, len(members), chunk_size))
 
     def side(self, pool: KVPool, layer: int, seen: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Slots of rows, padded alike → their latent rows [n, length, dim], and which of them do not count [n, length]"""
+        """Slots of rows, padded alike → their latent rows [n, length, dim], and which of them do not count
+        [n, length]"""
         slots = torch.stack([padded(row_slots) for row_slots in seen])
         counts = torch.tensor([[len(row_slots)] for row_slots in seen], device=slots.device)
-        return pool.gathered(layer, slots)[0].squeeze(2), torch.arange(slots.shape[1], device=slots.device) >= counts
+        return pool.gathered(layer, slots)[0].squeeze(2), torch.arange(
+            slots.shape[1], device=slots.device
+        ) >= counts
 
 
 def plan_compressed(batch: Batch, store: Store, page_size: int, scale: float) -> PlannedCompressed:
@@ -94,16 +107,30 @@ def plan_compressed(batch: Batch, store: Store, page_size: int, scale: float) ->
     assert compressed is not None and store.entries is not None and kind.window is not None
     paths = seen_by_rows(batch, page_size, store.group)
     entries, places = entries_of_rows(batch, page_size, store, compressed.every)
-    completed = completed_by([paths[row] for row in places], list(places.values()), compressed, batch.token_indices.device)
+    completed = completed_by(
+        [paths[row] for row in places], list(places.values()), compressed, batch.token_indices.device
+    )
     window = [path[-kind.window :] for path in paths]
     best = None if compressed.selected is None else compressed.selected.best
     return PlannedCompressed(
-        store.pool, store.entries, slots_of(batch, store.group), window, entries, completed, list(places), best, scale, ChosenRows()
+        store.pool,
+        store.entries,
+        slots_of(batch, store.group),
+        window,
+        entries,
+        completed,
+        list(places),
+        best,
+        scale,
+        ChosenRows(),
     )
 
 
-def entries_of_rows(batch: Batch, page_size: int, store: Store, every: int) -> tuple[list[Tensor], dict[int, int]]:
-    """Of each row the places of the entries that it may see, in order; and the rows that complete one, with the place of that."""
+def entries_of_rows(
+    batch: Batch, page_size: int, store: Store, every: int
+) -> tuple[list[Tensor], dict[int, int]]:
+    """Of each row the places of the entries that it may see, in order; and the rows that complete one, with
+    the place of that."""
     entries, places = list[Tensor](), dict[int, int]()
     ends = batch.query_start_loc.tolist()
     lengths = batch.seq_lens.tolist()
@@ -111,8 +138,11 @@ def entries_of_rows(batch: Batch, page_size: int, store: Store, every: int) -> t
     slots = batch.slot_mapping.tolist()
     bits = None if batch.tree_bits is None else batch.tree_bits.tolist()
     for r, req_idx in enumerate(batch.req_indices.tolist()):
-        tokens = torch.arange(lengths[r] // every, device=batch.token_indices.device) * every + every - 1  # the last ones of entries
-        whole = (batch.req_tensors.block_tables[0][req_idx, tokens // page_size] * page_size + tokens % page_size) // every
+        # the last ones of entries
+        tokens = torch.arange(lengths[r] // every, device=batch.token_indices.device) * every + every - 1
+        whole = (
+            batch.req_tensors.block_tables[0][req_idx, tokens // page_size] * page_size + tokens % page_size
+        ) // every
         root = ends[r] if batch.tree_start is None else int(batch.tree_start[r]) - index[ends[r]] + ends[r]
         for row in range(ends[r], ends[r + 1]):
             if bits is None or bits[row] == -1:
@@ -122,22 +152,42 @@ def entries_of_rows(batch: Batch, page_size: int, store: Store, every: int) -> t
                     places[row] = slots[row] // every
                 continue
             path = [node for node in range(1, 64) if bits[row] >> node & 1]
-            node_entries = [store.of_node(req_idx, node) for depth, node in enumerate(path, 1) if (index[root] + depth + 1) % every == 0]
+            node_entries = [
+                store.of_node(req_idx, node)
+                for depth, node in enumerate(path, 1)
+                if (index[root] + depth + 1) % every == 0
+            ]
             if index[row] >= lengths[r]:
                 node_entries = []
             elif (index[root] + len(path) + 1) % every == 0:
                 places[row] = node_entries[-1]
             entries.append(
-                torch.cat([whole[: (index[root] + 1) // every], torch.tensor(node_entries, dtype=torch.int64, device=whole.device)])
+                torch.cat(
+                    [
+                        whole[: (index[root] + 1) // every],
+                        torch.tensor(node_entries, dtype=torch.int64, device=whole.device),
+                    ]
+                )
             )
     return entries, places
 
 
-def completed_by(paths: list[Tensor], places: list[int], compressed: Compressed, device: torch.device) -> Completed:
+def completed_by(
+    paths: list[Tensor], places: list[int], compressed: Compressed, device: torch.device
+) -> Completed:
     """paths: of the rows that complete entries, places: of these."""
     missing = [max(compressed.span - len(path), 0) for path in paths]
-    slots = [torch.cat([path[:1].expand(number), path[-compressed.span :]]) for number, path in zip(missing, paths, strict=True)]
-    tokens = torch.stack(slots) if slots else torch.zeros(0, compressed.span, dtype=torch.int64, device=device)
-    there = torch.arange(compressed.span, device=device) >= torch.tensor(missing, dtype=torch.int64, device=device).unsqueeze(1)
-    positions = torch.tensor([len(path) - compressed.every for path in paths], dtype=torch.int64, device=device)
+    slots = [
+        torch.cat([path[:1].expand(number), path[-compressed.span :]])
+        for number, path in zip(missing, paths, strict=True)
+    ]
+    tokens = (
+        torch.stack(slots) if slots else torch.zeros(0, compressed.span, dtype=torch.int64, device=device)
+    )
+    there = torch.arange(compressed.span, device=device) >= torch.tensor(
+        missing, dtype=torch.int64, device=device
+    ).unsqueeze(1)
+    positions = torch.tensor(
+        [len(path) - compressed.every for path in paths], dtype=torch.int64, device=device
+    )
     return Completed(tokens, there, torch.tensor(places, dtype=torch.int64, device=device), positions)

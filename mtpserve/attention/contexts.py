@@ -1,4 +1,5 @@
-"""What a backend's plan becomes for the layers: index work is done once per store, and a context is a layer of it."""
+"""What a backend's plan becomes for the layers: index work is done once per store, and a context is a layer
+of it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from mtpserve.core.protocols.attention import Context
 
 
 class SelectingContext(Context, Protocol):
-    """Of a layer that attends to selected tokens. It stores its rows' index keys, too, and selects before it attends; or it does neither,
-    and attends to what the last layer before it has selected."""
+    """Of a layer that attends to selected tokens. It stores its rows' index keys, too, and selects before it
+    attends; or it does neither, and attends to what the last layer before it has selected."""
 
     @property
     def index_keys(self) -> IndexKeys:
@@ -24,7 +25,8 @@ class SelectingContext(Context, Protocol):
         ...
 
     def select(self, q: Tensor, weights: Tensor) -> None:
-        """q [T, heads, dim], weights [T, heads] float32: a token's score is the sum of weight * relu(q · index key) over the heads."""
+        """q [T, heads, dim], weights [T, heads] float32: a token's score is the sum of weight * relu(q ·
+        index key) over the heads."""
         ...
 
 
@@ -38,12 +40,13 @@ class Completed(NamedTuple):
 
 
 class CompressingContext(Context, Protocol):
-    """Of a layer that attends to entries, too. It stores its rows and their inputs, makes the entries that these complete, and selects
-    among them where its kind does, before it attends."""
+    """Of a layer that attends to entries, too. It stores its rows and their inputs, makes the entries that
+    these complete, and selects among them where its kind does, before it attends."""
 
     @property
     def inputs(self) -> Tensor:
-        """The layer's own [slots, 1, numbers]: one place for each token, see core.arch.model.Compressed.inputs."""
+        """The layer's own [slots, 1, numbers]: one place for each token, see
+        core.arch.model.Compressed.inputs."""
         ...
 
     @property
@@ -97,8 +100,8 @@ P = TypeVar("P", bound=BatchAttention, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class LayerContext(Generic[P]):
-    """core.protocols.attention.Context; SelectingContext for layers that attend to selected tokens, CompressingContext for those that
-    attend to entries."""
+    """core.protocols.attention.Context; SelectingContext for layers that attend to selected tokens,
+    CompressingContext for those that attend to entries."""
 
     planned: P
     layer: int  # its index in the pool
@@ -150,7 +153,9 @@ def slots_of(batch: Batch, group: int) -> Tensor:
     return (
         slots
         if batch.unstored is None
-        else slots.index_fill(0, batch.query_start_loc[batch.unstored], batch.req_tensors.padding_slots[group])
+        else slots.index_fill(
+            0, batch.query_start_loc[batch.unstored], batch.req_tensors.padding_slots[group]
+        )
     )
 
 

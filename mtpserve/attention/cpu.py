@@ -1,6 +1,8 @@
-"""Attention by the C++ kernels of a CPU. A row's result is its own, to the last bit, whoever shares the pass: see mtpserve_kernels.cpu.
+"""Attention by the C++ kernels of a CPU. A row's result is its own, to the last bit, whoever shares the pass:
+see mtpserve_kernels.cpu.
 
-Attention to selected tokens and to entries has no kernel here: attention/selected and attention/compressed compute it, row by row as well.
+Attention to selected tokens and to entries has no kernel here: attention/selected and attention/compressed
+compute it, row by row as well.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ class CPUAttention:
         self.stores, self.scale, self.groups = stores, scale, stores.groups
         self.layouts = [
             layout_of(
-                store.pool.keys(0), store.pool.values(0), store.kind.heads or heads, store.pool.page_size, scale, store.kind.window or 0
+                store.pool.keys(0),
+                store.pool.values(0),
+                store.kind.heads or heads,
+                store.pool.page_size,
+                scale,
+                store.kind.window or 0,
             )
             for store in stores.stores
         ]
@@ -39,7 +46,15 @@ class CPUAttention:
 
     def plan(self, batch: Batch) -> Contexts[CPUSpans | PlannedSelected | PlannedCompressed]:
         slots = {group: slots_of(batch, group) for group in self.groups}
-        rows = batch.req_indices, batch.query_start_loc, batch.seq_lens, batch.token_indices, batch.tree_bits, batch.tree_start, batch.shift
+        rows = (
+            batch.req_indices,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.token_indices,
+            batch.tree_bits,
+            batch.tree_start,
+            batch.shift,
+        )
         planned, choice = list[CPUSpans | PlannedSelected | PlannedCompressed](), ChosenRows()
         for store, layout in zip(self.stores.stores, self.layouts, strict=True):
             if store.kind.compressed is not None:
@@ -47,7 +62,13 @@ class CPUAttention:
             elif store.kind.selected is not None:
                 planned.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))
             else:
-                planned.append(CPUSpans(store.pool, slots[store.group], plan(layout, batch.req_tensors.block_tables[store.group], *rows)))
+                planned.append(
+                    CPUSpans(
+                        store.pool,
+                        slots[store.group],
+                        plan(layout, batch.req_tensors.block_tables[store.group], *rows),
+                    )
+                )
         return Contexts(self.stores, planned)
 
 

@@ -1,8 +1,10 @@
-"""Attention whose result for a row depends on that row alone, to the last bit: not on who shares the pass, nor on where its keys are.
+"""Attention whose result for a row depends on that row alone, to the last bit: not on who shares the pass,
+nor on where its keys are.
 
-Every row gathers what it sees in the order of the positions, so that a node of a tree, whose ancestors are scattered, adds up the same
-numbers in the same order as the same token in plain decoding. Lengths are padded to whole blocks, and only rows of equal length share
-a product, which does not change what each of them gets. Slow: keys are read once per row.
+Every row gathers what it sees in the order of the positions, so that a node of a tree, whose ancestors are
+scattered, adds up the same numbers in the same order as the same token in plain decoding. Lengths are padded
+to whole blocks, and only rows of equal length share a product, which does not change what each of them gets.
+Slow: keys are read once per row.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ class ExactAttention:
                 # Of a path the last `window` places are the window: positions go up by one along it.
                 rows = [slots[-kind.window :] for slots in rows]
             lengths = [len(slots) for slots in rows]
-            planned.append(PlannedExact(pool, slots_of(batch, group), [padded(slots) for slots in rows], lengths, self.scale))
+            planned.append(
+                PlannedExact(
+                    pool, slots_of(batch, group), [padded(slots) for slots in rows], lengths, self.scale
+                )
+            )
         return Contexts(self.stores, planned)
 
 
@@ -81,12 +87,20 @@ class PlannedExact:
         for n, members in by_length.items():
             slots = torch.stack([self.seen[row] for row in members])
             keys, values = (part.transpose(1, 2).flatten(0, 1) for part in self.pool.gathered(layer, slots))
-            counts = torch.tensor([self.lengths[row] for row in members], device=q.device).repeat_interleave(heads)
+            counts = torch.tensor([self.lengths[row] for row in members], device=q.device).repeat_interleave(
+                heads
+            )
             mask = torch.zeros(len(counts), 1, n, dtype=q.dtype, device=q.device)
             mask.masked_fill_(torch.arange(n, device=q.device) >= counts[:, None, None], -torch.inf)
             grouped = q[members].unflatten(1, (heads, -1)).flatten(0, 1)  # [members * heads, group, key_dim]
-            beside = None if sinks is None else sinks.view(1, heads, -1, 1).expand(len(members), -1, -1, -1).flatten(0, 1)
-            attended = attend(grouped, keys, values, mask.expand(-1, grouped.shape[1], -1), self.scale, beside)
+            beside = (
+                None
+                if sinks is None
+                else sinks.view(1, heads, -1, 1).expand(len(members), -1, -1, -1).flatten(0, 1)
+            )
+            attended = attend(
+                grouped, keys, values, mask.expand(-1, grouped.shape[1], -1), self.scale, beside
+            )
             out[members] = attended.unflatten(0, (len(members), heads)).flatten(1, 2)
         out[len(self.seen) :] = out[0]
         return out
@@ -98,7 +112,12 @@ def part_of(planned: Sequence[Context], start: int, stop: int, rows: int) -> lis
     parts = list[Context]()
     for context in planned:
         if isinstance(context, StateContext | NoContext):
-            parts.append(cast(Context, RowByRow(context, start, stop, rows) if isinstance(context, StateContext) else context))
+            parts.append(
+                cast(
+                    Context,
+                    RowByRow(context, start, stop, rows) if isinstance(context, StateContext) else context,
+                )
+            )
             continue
         whole = cast("LayerContext[PlannedExact | PlannedSelected | PlannedCompressed]", context)
         if id(whole.planned) not in cut:

@@ -1,4 +1,5 @@
-"""Layers that keep a state: what a batch's spans do to the states of their requests, planned once for all of these layers."""
+"""Layers that keep a state: what a batch's spans do to the states of their requests, planned once for all of
+these layers."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ ONE_ROW = torch.tensor([0, 1])
 
 class Recur(Protocol):
     def __call__(
-        self, x: Tensor, gates: Tensor, conv: Tensor, layer: LayerState, spans: StateSpans, rule: Rule, skip: Tensor | None = None, /
+        self, x: Tensor, gates: Tensor, conv: Tensor, layer: LayerState, spans: StateSpans, rule: Rule,
+        skip: Tensor | None = None, /
     ) -> Tensor:  # fmt: skip
         """See mtpserve_kernels.recurrent.reference."""
         ...
@@ -45,8 +47,9 @@ class StateContext:
 
 
 class RowByRow:
-    """core.protocols.RecurrentContext for rows start … stop - 1 of a batch alone, padded to `rows`. One call for each row, so that its
-    numbers are the same whatever shares the pass: slow, for the exact mode. Parts come in the order of their rows."""
+    """core.protocols.RecurrentContext for rows start … stop - 1 of a batch alone, padded to `rows`. One call
+    for each row, so that its numbers are the same whatever shares the pass: slow, for the exact mode. Parts
+    come in the order of their rows."""
 
     def __init__(self, whole: StateContext, start: int, stop: int, rows: int) -> None:
         self.whole, self.start, self.stop, self.rows = whole, start, stop, rows
@@ -58,15 +61,22 @@ class RowByRow:
             out.append(self.row(span, row - ends[span], inputs[t : t + 1], gates[t : t + 1], conv, skip))
         return torch.cat([*out, *out[:1] * (self.rows - len(out))])
 
-    def row(self, span: int, number: int, x: Tensor, gates: Tensor, conv: Tensor, skip: Tensor | None) -> Tensor:
+    def row(
+        self, span: int, number: int, x: Tensor, gates: Tensor, conv: Tensor, skip: Tensor | None
+    ) -> Tensor:
         """One row, with so many of its span before it."""
         spans, layer, span_slice = self.whole.spans, self.whole.layer, slice(span, span + 1)
         node = number - int(spans.length[span]) + 1
-        one = spans._replace(seats=spans.seats[span_slice], query_start_loc=ONE_ROW, length=ONE_ROW[1:], parents=None, widest=0)
+        one = spans._replace(
+            seats=spans.seats[span_slice], query_start_loc=ONE_ROW, length=ONE_ROW[1:], parents=None, widest=0
+        )
         if node <= 0:
             first = int(number == 0)
             one = one._replace(
-                replay=spans.replay[span_slice] * first, fresh=spans.fresh[span_slice] * first, keep_after=None, keep_in=None
+                replay=spans.replay[span_slice] * first,
+                fresh=spans.fresh[span_slice] * first,
+                keep_after=None,
+                keep_in=None,
             )
             if spans.keep_after is not None and spans.keep_in is not None:
                 # Rows that are replayed come with the first one.
@@ -80,7 +90,10 @@ class RowByRow:
             path.insert(0, above - 1)
         req_idx = int(spans.seats[span])
         copy = LayerState(
-            layer.state[[req_idx]], layer.before[[req_idx]], layer.ring[req_idx, path][None], layer.ring_gates[req_idx, path][None]
+            layer.state[[req_idx]],
+            layer.before[[req_idx]],
+            layer.ring[req_idx, path][None],
+            layer.ring_gates[req_idx, path][None],
         )
         none = torch.zeros_like(spans.seats[span_slice])
         along = one._replace(seats=none, replay=none + len(path), fresh=none, keep_after=None, keep_in=None)
@@ -93,11 +106,14 @@ class Recurrence:
     def __init__(self, states: States, kernel: Recur = recur) -> None:
         kind = states.kind
         self.states, self.kernel = states, kernel
-        self.rule = Rule(kind.key_heads, kind.value_heads, kind.key_dim, kind.value_dim, kind.taps, kind.rule == "mamba2")
+        self.rule = Rule(
+            kind.key_heads, kind.value_heads, kind.key_dim, kind.value_dim, kind.taps, kind.rule == "mamba2"
+        )
         self.layers = [states.layer(number) for number in range(len(states.state))]
 
     def plan(self, batch: Batch) -> list[StateContext]:
-        """One for each layer. To be called once for each step: the states then count as those after its committed rows."""
+        """One for each layer. To be called once for each step: the states then count as those after its
+        committed rows."""
         seats, starts, computed = batch.req_indices, batch.query_start_loc[:-1], self.states.computed
         begin = batch.token_indices[starts]
         length = batch.last_token_rows - starts + 1
@@ -125,10 +141,12 @@ class Recurrence:
 
 
 class MixedLayers:
-    """core.protocols.AttentionBackend for models with layers of other kinds: `attention` plans for those that attend, `recurrence` for
-    those that keep a state. None: there are none."""
+    """core.protocols.AttentionBackend for models with layers of other kinds: `attention` plans for those that
+    attend, `recurrence` for those that keep a state. None: there are none."""
 
-    def __init__(self, layers: Sequence[LayerKind], attention: AttentionBackend, recurrence: Recurrence | None) -> None:
+    def __init__(
+        self, layers: Sequence[LayerKind], attention: AttentionBackend, recurrence: Recurrence | None
+    ) -> None:
         self.layers, self.attention, self.recurrence = layers, attention, recurrence
         self.graph_safe, self.exact = attention.graph_safe, attention.exact
 
@@ -140,6 +158,12 @@ class MixedLayers:
         recurring = iter(() if self.recurrence is None else self.recurrence.plan(batch))
 
         def context(kind: LayerKind) -> object:
-            return next(attending) if isinstance(kind, Attention) else next(recurring) if isinstance(kind, Recurrent) else NoContext()
+            return (
+                next(attending)
+                if isinstance(kind, Attention)
+                else next(recurring)
+                if isinstance(kind, Recurrent)
+                else NoContext()
+            )
 
         return [cast(Context, context(kind)) for kind in self.layers]

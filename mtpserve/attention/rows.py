@@ -1,4 +1,5 @@
-"""What each row of a batch sees, as lists of slots on the host: for attention that computes rows one by one."""
+"""What each row of a batch sees, as lists of slots on the host: for attention that computes rows one by
+one."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ BLOCK = 64  # keys; fewer shapes, and so fewer ways for a library to add up
 
 
 def seen_by_rows(batch: Batch, page_size: int, group: int) -> list[Tensor]:
-    """For each row the slots of the tokens up to it, of a tree those on its path, in the order of their positions. A row that
-    would see nothing sees the first token: it stands before all rows that count."""
+    """For each row the slots of the tokens up to it, of a tree those on its path, in the order of their
+    positions. A row that would see nothing sees the first token: it stands before all rows that count."""
     ends = batch.query_start_loc.tolist()
     lengths = batch.seq_lens.tolist()
     seats = batch.req_indices.tolist()
@@ -24,26 +25,33 @@ def seen_by_rows(batch: Batch, page_size: int, group: int) -> list[Tensor]:
     seen: list[Tensor] = []
     for r, req_idx in enumerate(seats):
         pages = batch.req_tensors.block_tables[group][req_idx, : -(-(lengths[r] + batch.shift) // page_size)]
-        slots = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=pages.device)).flatten()[batch.shift :]
+        slots = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=pages.device)).flatten()[
+            batch.shift :
+        ]
         for row in range(ends[r], ends[r + 1]):
             if bits is None or starts is None or bits[row] == -1:
                 seen.append(slots[: max(index[row], 0) + 1])
             else:
                 nodes = [node for node in range(64) if bits[row] >> node & 1]
                 on_path = torch.tensor(nodes, device=slots.device) + starts[r]
-                seen.append(torch.cat([slots[: starts[r]], slots[on_path]]) if starts[r] or nodes else slots[:1])
+                seen.append(
+                    torch.cat([slots[: starts[r]], slots[on_path]]) if starts[r] or nodes else slots[:1]
+                )
     return seen
 
 
 def padded(slots: Tensor) -> Tensor:
-    """To whole blocks, with the first slot, which was written: zero weight times what an unwritten one may hold can be NaN."""
+    """To whole blocks, with the first slot, which was written: zero weight times what an unwritten one may
+    hold can be NaN."""
     missing = -len(slots) % BLOCK
     return torch.cat([slots, slots[:1].expand(missing)])
 
 
-def alike(seen: Sequence[Tensor], rows: Sequence[int], max_tokens: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """Some of the rows, those with equal padded lengths together, as many as see `max_tokens`, but at least one → their numbers,
-    padded slots [n, length], and how many of these count [n, 1]."""
+def alike(
+    seen: Sequence[Tensor], rows: Sequence[int], max_tokens: int
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Some of the rows, those with equal padded lengths together, as many as see `max_tokens`, but at least
+    one → their numbers, padded slots [n, length], and how many of these count [n, 1]."""
     by_length: dict[int, list[int]] = {}
     for row in rows:
         by_length.setdefault(-(-len(seen[row]) // BLOCK), []).append(row)

@@ -1,9 +1,11 @@
-"""Attention to selected tokens, in plain torch: a row scores the tokens that it sees by their index keys, and attends to the best alone.
+"""Attention to selected tokens, in plain torch: a row scores the tokens that it sees by their index keys, and
+attends to the best alone.
 
     score = sum over the index heads of  weight * relu(q · key)             DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 §2.1
 
-Of equal scores the earlier token's counts more. A row's choice and its output depend on that row alone, whoever shares the pass, and on the
-order of the positions, not on where a tree has its ancestors. Slow: keys are read once per row, and rows are lists on the host.
+Of equal scores the earlier token's counts more. A row's choice and its output depend on that row alone,
+whoever shares the pass, and on the order of the positions, not on where a tree has its ancestors. Slow: keys
+are read once per row, and rows are lists on the host.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class PlannedSelected:
         heads, value_dim = self.pool.layout.heads, self.pool.layout.value_dim
         out = q.new_empty(q.shape[0], q.shape[1], value_dim)
         for rows, slots, counts in alike(self.choice.slots, range(len(self.seen)), MAX_TOKENS):
-            keys, values = (part.transpose(1, 2).flatten(0, 1) for part in self.pool.gathered(layer, slots))  # [n * heads, length, dim]
+            # [n * heads, length, dim]
+            keys, values = (part.transpose(1, 2).flatten(0, 1) for part in self.pool.gathered(layer, slots))
             scores = torch.bmm(q[rows].unflatten(1, (heads, -1)).flatten(0, 1) * self.scale, keys.mT)
             beyond = torch.arange(slots.shape[1], device=slots.device) >= counts.repeat_interleave(heads, 0)
             scores.masked_fill_(beyond.unsqueeze(1), -torch.inf)
@@ -64,14 +67,18 @@ class PlannedSelected:
         return out
 
 
-def best_of(seen: list[Tensor], best: int, pool: KVPool, layer: int, q: Tensor, weights: Tensor) -> list[Tensor]:
-    """seen: of each row slots of the pool; q [T, heads, dim], weights [T, heads] → of each row the `best` of them by their index keys, in
-    the same order."""
+def best_of(
+    seen: list[Tensor], best: int, pool: KVPool, layer: int, q: Tensor, weights: Tensor
+) -> list[Tensor]:
+    """seen: of each row slots of the pool; q [T, heads, dim], weights [T, heads] → of each row the `best` of
+    them by their index keys, in the same order."""
     best_slots, keys = list(seen), pool.index_keys(layer)
     scored = [row for row, slots in enumerate(seen) if len(slots) > best]
     for rows, slots, counts in alike(seen, scored, MAX_TOKENS):
         there = keys.at(slots)  # [n, length, dim]
-        scores = torch.bmm(weights[rows].unsqueeze(1), torch.bmm(q[rows].float(), there.mT).relu_()).squeeze(1)
+        scores = torch.bmm(weights[rows].unsqueeze(1), torch.bmm(q[rows].float(), there.mT).relu_()).squeeze(
+            1
+        )
         scores.masked_fill_(torch.arange(slots.shape[1], device=slots.device) >= counts, -torch.inf)
         places = scores.sort(dim=-1, descending=True, stable=True).indices[:, :best].sort(-1).values
         for row, picked in zip(rows, slots.gather(1, places), strict=True):
@@ -79,7 +86,9 @@ def best_of(seen: list[Tensor], best: int, pool: KVPool, layer: int, q: Tensor, 
     return best_slots
 
 
-def plan_selected(batch: Batch, store: Store, page_size: int, scale: float, choice: ChosenRows) -> PlannedSelected:
+def plan_selected(
+    batch: Batch, store: Store, page_size: int, scale: float, choice: ChosenRows
+) -> PlannedSelected:
     """`choice`: one for all stores of a batch."""
     selected = store.kind.selected
     assert selected is not None

@@ -48,8 +48,8 @@ class TritonAttention:
 
 
 def typical_width(rows: int, spans: int, sampled: int) -> int:
-    """Rows of a span, by which tiles are chosen: without prompts those whose logits are computed, `sampled`. With prompts the mean: tiles
-    as wide as a prompt would be nearly empty for each request that decodes."""
+    """Rows of a span, by which tiles are chosen: without prompts those whose logits are computed, `sampled`.
+    With prompts the mean: tiles as wide as a prompt would be nearly empty for each request that decodes."""
     return sampled if rows <= spans * sampled else -(-rows // spans)
 
 
@@ -66,10 +66,15 @@ class PlannedSpans:
     def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         batch, pool = self.batch, self.pool
         where = (
-            self.block_table, batch.req_indices, batch.query_start_loc, batch.seq_lens, batch.token_indices, batch.tree_bits,
+            self.block_table, batch.req_indices, batch.query_start_loc, batch.seq_lens, batch.token_indices,
+            batch.tree_bits,
             batch.tree_start, pool.page_size, self.scale,
         )  # fmt: skip
         q, keys, window, shift, width = q.contiguous(), pool.keys(layer), self.window, batch.shift, self.width
         if pool.layout.kind == "mla":
-            return span_mla(q, keys, *where, pool.layout.value_dim, sinks=sinks, window=window, shift=shift, width=width)
-        return span_gqa(q, keys, pool.values(layer), *where, sinks=sinks, window=window, shift=shift, width=width)
+            return span_mla(
+                q, keys, *where, pool.layout.value_dim, sinks=sinks, window=window, shift=shift, width=width
+            )
+        return span_gqa(
+            q, keys, pool.values(layer), *where, sinks=sinks, window=window, shift=shift, width=width
+        )

@@ -1,4 +1,5 @@
-"""Attention to selected tokens by the Triton kernels: the slots of a row's tokens are a page table of its own, with pages of one token."""
+"""Attention to selected tokens by the Triton kernels: the slots of a row's tokens are a page table of its
+own, with pages of one token."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ class RowsSeen:
 
     @staticmethod
     def of(batch: Batch) -> RowsSeen:
-        span = torch.searchsorted(batch.query_start_loc[1:], torch.arange(len(batch.input_ids), device=batch.input_ids.device), right=True)
+        span = torch.searchsorted(
+            batch.query_start_loc[1:],
+            torch.arange(len(batch.input_ids), device=batch.input_ids.device),
+            right=True,
+        )
         starts = None if batch.tree_start is None else batch.tree_start[span]
         return RowsSeen(torch.minimum(batch.token_indices + 1, batch.seq_lens[span]), starts)
 
@@ -51,11 +56,20 @@ class SelectedSpans:
         batch, seen, keys = self.batch, self.seen, self.pool.index_keys(layer)
         where = self.block_table, batch.token_req_indices, seen.ends, batch.tree_bits, seen.starts
         self.choice.slots, self.choice.counts = select(
-            q.contiguous(), weights.contiguous(), keys.rows, *where, self.pool.page_size, self.best, scales=keys.scales, shift=batch.shift
+            q.contiguous(),
+            weights.contiguous(),
+            keys.rows,
+            *where,
+            self.pool.page_size,
+            self.best,
+            scales=keys.scales,
+            shift=batch.shift,
         )
 
     def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         assert sinks is None, "no published model has sinks where tokens are selected"
         slots, counts, pool = self.choice.slots, self.choice.counts, self.pool
         assert slots is not None and counts is not None
-        return selected_mla(q.contiguous(), pool.keys(layer), slots, counts, self.scale, pool.layout.value_dim)
+        return selected_mla(
+            q.contiguous(), pool.keys(layer), slots, counts, self.scale, pool.layout.value_dim
+        )

@@ -1,6 +1,7 @@
 """The trunk's rows that another model is yet to absorb: the last few of each seat.
 
-They are kept by their places in the request, modulo how many are kept. Neither the host nor the device counts them here.
+They are kept by their places in the request, modulo how many are kept. Neither the host nor the device counts
+them here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class DeferredRows:
     """rows [seats * room, width]"""
 
     def __init__(
-        self, seats: int, room: int, width: int, dtype: torch.dtype, device: torch.device, keep: Keep = reference.keep
+        self, seats: int, room: int, width: int, dtype: torch.dtype, device: torch.device,
+        keep: Keep = reference.keep
     ) -> None:  # fmt: skip
         self.room, self._keep = room, keep
         self.rows = torch.zeros(seats * room, width, dtype=dtype, device=device)

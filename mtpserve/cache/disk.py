@@ -1,10 +1,12 @@
-"""Pages in files, one for each page: found by key, checked when they are read, and bounded in their number of bytes.
+"""Pages in files, one for each page: found by key, checked when they are read, and bounded in their number of
+bytes.
 
     DIR / fingerprint / first byte of the key / key-group.kv            Header | what the page holds in all layers
 
-Several engines may use one folder. A file is written beside its place and then renamed, so that it is whole or not there; whatever is wrong
-with it (damaged, of another model, cut off) makes it a miss, and it is deleted. The least recently used files are deleted first; only files
-that look like ours are touched. Times of files decide what is deleted, and nothing else: a clock that is set back costs hits.
+Several engines may use one folder. A file is written beside its place and then renamed, so that it is whole
+or not there; whatever is wrong with it (damaged, of another model, cut off) makes it a miss, and it is
+deleted. The least recently used files are deleted first; only files that look like ours are touched. Times of
+files decide what is deleted, and nothing else: a clock that is set back costs hits.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ SCAN_EVERY = 0.05  # share of the bound that may be written before the folder is
 
 
 class DiskPages:
-    """For several threads at once. `limit`: bytes of all files in the directory. Raises ConfigError for one that cannot be written."""
+    """For several threads at once. `limit`: bytes of all files in the directory. Raises ConfigError for one
+    that cannot be written."""
 
     def __init__(self, directory: str, limit: int, fingerprint: bytes) -> None:
         if len(fingerprint) != 16:
@@ -85,7 +88,9 @@ class DiskPages:
                 os.unlink(beside)
             if not self._warned:
                 self._warned = True
-                log.warning("--kv-offload-dir: a page could not be written, and others may not be either: %s", error)
+                log.warning(
+                    "--kv-offload-dir: a page could not be written, and others may not be either: %s", error
+                )
             return False
         return True
 
@@ -99,7 +104,13 @@ class DiskPages:
             finally:
                 os.close(descriptor)
             magic, fingerprint, stored, number, checksum, size = HEADER.unpack(header)
-            meant = (magic, fingerprint, stored, number, size) == (MAGIC, self.fingerprint, key, group, len(content))
+            meant = (magic, fingerprint, stored, number, size) == (
+                MAGIC,
+                self.fingerprint,
+                key,
+                group,
+                len(content),
+            )
             if whole and meant and zlib.crc32(content) == checksum:
                 with contextlib.suppress(OSError):
                     os.utime(path)  # used just now
@@ -108,7 +119,10 @@ class DiskPages:
             return False
         except OSError as error:
             log.debug("%s: %s", path, error)
-        log.warning("--kv-offload-dir: %s is damaged, or not a file of this engine: it is computed again", os.path.basename(path))
+        log.warning(
+            "--kv-offload-dir: %s is damaged, or not a file of this engine: it is computed again",
+            os.path.basename(path),
+        )
         with contextlib.suppress(OSError):
             os.unlink(path)
         return False
@@ -118,7 +132,8 @@ class DiskPages:
             os.unlink(self.path(group, key))
 
     def clear(self) -> None:
-        """No page of this model is found any more. What is being read or written meanwhile comes to nothing."""
+        """No page of this model is found any more. What is being read or written meanwhile comes to
+        nothing."""
         aside = self.root / f"{self.fingerprint.hex()}.{uuid.uuid4().hex}.old"
         with contextlib.suppress(OSError):
             os.rename(self.own, aside)
@@ -132,7 +147,12 @@ class DiskPages:
             if self._since_scan < SCAN_EVERY * self.limit:
                 return
             self._since_scan = 0
-            files = sorted(file for folder in self.root.iterdir() if FOLDER.fullmatch(folder.name) for file in _files(folder))
+            files = sorted(
+                file
+                for folder in self.root.iterdir()
+                if FOLDER.fullmatch(folder.name)
+                for file in _files(folder)
+            )
             total = sum(size for _, size, _ in files)
             for _, length, path in files:
                 # Room for what comes before the next look.
@@ -144,7 +164,8 @@ class DiskPages:
 
 
 def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """Time of the last use, bytes, and path of each file of ours in a model's folder, with those of engines that ended as they wrote."""
+    """Time of the last use, bytes, and path of each file of ours in a model's folder, with those of engines
+    that ended as they wrote."""
     for part in folder.glob("??"):
         with contextlib.suppress(OSError):
             for entry in os.scandir(part):

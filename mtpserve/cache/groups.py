@@ -1,17 +1,20 @@
-"""Which pages each request holds, group by group: layers with one window share their pages, and full attention is a group of its own.
+"""Which pages each request holds, group by group: layers with one window share their pages, and full
+attention is a group of its own.
 
     columns     0  1  2  3  4  5  6       of a request's page table; each is `page_size` tokens
     full      | a| b| c| d| e| f| g|      all of them
     window    |  |  |  | q| r| p| s|      from the first that a later row sees: pages before it were released, and may come again
 
-It counts; it stores nothing and knows no tensors. What a long prompt holds in the group of a window is bounded: it gets pages chunk by
-chunk, as many as it releases.
+It counts; it stores nothing and knows no tensors. What a long prompt holds in the group of a window is
+bounded: it gets pages chunk by chunk, as many as it releases.
 
-States that recurrent layers keep are the pages of one more group, of which a request holds few: a state is the page of the column after
-whose last token it was kept. A row needs what the token before it has left, as if it had a window of two tokens.
+States that recurrent layers keep are the pages of one more group, of which a request holds few: a state is
+the page of the column after whose last token it was kept. A row needs what the token before it has left, as
+if it had a window of two tokens.
 
-It is also the prefix cache: complete pages get keys (cache/keys), and a request starts after the longest prefix of its tokens whose
-pages are there, be they held by others or cached. In the group of a window that takes only the pages that its next row sees.
+It is also the prefix cache: complete pages get keys (cache/keys), and a request starts after the longest
+prefix of its tokens whose pages are there, be they held by others or cached. In the group of a window that
+takes only the pages that its next row sees.
 """
 
 from __future__ import annotations
@@ -37,11 +40,13 @@ class PageGroup(NamedTuple):
 
 
 class PageGroups:
-    """`windows` of the groups, see core.arch.model.page_groups, and how many pages each has. `chunk`: rows that one request may bring to a
-    step. `states`: how many may be kept; None: the model has no recurrent layers."""
+    """`windows` of the groups, see core.arch.model.page_groups, and how many pages each has. `chunk`: rows
+    that one request may bring to a step. `states`: how many may be kept; None: the model has no recurrent
+    layers."""
 
     def __init__(
-        self, windows: Sequence[int | None], pages: Sequence[int], page_size: int, chunk: int, states: int | None = None
+        self, windows: Sequence[int | None], pages: Sequence[int], page_size: int, chunk: int,
+        states: int | None = None
     ) -> None:  # fmt: skip
         self.groups = [
             PageGroup(window, PageAllocator(count, partial(self._evicted, number)))
@@ -50,7 +55,11 @@ class PageGroups:
         self.dense = len(self.groups)  # those that have a page for each column
         self._leaving: list[int] = []  # states that the step planned last may still read
         if states is not None:
-            self.groups.append(PageGroup(STATE_WINDOW, PageAllocator(states, partial(self._evicted, self.dense)), states=True))
+            self.groups.append(
+                PageGroup(
+                    STATE_WINDOW, PageAllocator(states, partial(self._evicted, self.dense)), states=True
+                )
+            )
         # Called with a group, a page and its key before somebody else gets the page.
         self.on_evict: Callable[[int, int, Key], None] = lambda group, page, key: None
         self.page_size, self._chunk = page_size, chunk
@@ -72,7 +81,9 @@ class PageGroups:
     @property
     def used(self) -> int:
         """Pages that requests hold."""
-        return sum(group.allocator.num_pages - group.allocator.free_count for group in self.groups[: self.dense])
+        return sum(
+            group.allocator.num_pages - group.allocator.free_count for group in self.groups[: self.dense]
+        )
 
     @property
     def cached(self) -> int:
@@ -103,13 +114,17 @@ class PageGroups:
         return 0 if window is None else max(0, start - window + 1) // self.page_size
 
     def _end(self, window: int | None, start: int, tokens: int, lookahead: int) -> int:
-        """The column after those of a request that has `tokens`, and computes them from `start` on in chunks."""
+        """The column after those of a request that has `tokens`, and computes them from `start` on in
+        chunks."""
         whole = self.columns(tokens + lookahead)
-        return whole if window is None else min(whole, self._low(window, start) + self._most(window, lookahead))
+        return (
+            whole if window is None else min(whole, self._low(window, start) + self._most(window, lookahead))
+        )
 
     def matched(self, keys: Sequence[Key], start: int = 0, lookup: Found | None = None) -> int:
-        """Columns of the longest prefix that a request can start after, of one with these `keys`. `start`: where to start looking, any
-        number. `lookup`: whether a group's page is there, in this pool by default."""
+        """Columns of the longest prefix that a request can start after, of one with these `keys`. `start`:
+        where to start looking, any number. `lookup`: whether a group's page is there, in this pool by
+        default."""
         return self._matched(self.groups, keys, start, self.found if lookup is None else lookup)
 
     def matched_without_states(self, keys: Sequence[Key]) -> int:
@@ -121,7 +136,11 @@ class PageGroups:
         for number, group in enumerate(groups):
             if group.window is None:
                 columns = _prefix(partial(there, number), keys, columns, start)
-        windowed = [(partial(there, number), group.window) for number, group in enumerate(groups) if group.window is not None]
+        windowed = [
+            (partial(there, number), group.window)
+            for number, group in enumerate(groups)
+            if group.window is not None
+        ]
         while True:
             longest = columns
             for lookup, window in windowed:
@@ -139,7 +158,8 @@ class PageGroups:
         return [range(self._low(window, columns * self.page_size - 1), columns) for window, *_ in self.groups]
 
     def _seen(self, lookup: Callable[[Key], bool], window: int, keys: Sequence[Key], columns: int) -> int:
-        """The longest prefix of at most so many columns after which the next row sees no page that is missing."""
+        """The longest prefix of at most so many columns after which the next row sees no page that is
+        missing."""
         column, low = columns - 1, self._low(window, columns * self.page_size - 1)
         while column >= low:
             if not lookup(keys[column]):
@@ -147,9 +167,12 @@ class PageGroups:
             column -= 1
         return columns
 
-    def seat(self, shared: Sequence[Key], start: int, tokens: int, lookahead: int, spare: int = 0) -> list[Held] | None:
-        """What a request gets that computes `tokens` from `start` on, after the pages with the keys `shared`, of which it becomes a holder.
-        None: too few are free, or less than `spare` more for each group without a window, and nothing was taken."""
+    def seat(
+        self, shared: Sequence[Key], start: int, tokens: int, lookahead: int, spare: int = 0
+    ) -> list[Held] | None:
+        """What a request gets that computes `tokens` from `start` on, after the pages with the keys `shared`,
+        of which it becomes a holder. None: too few are free, or less than `spare` more for each group without
+        a window, and nothing was taken."""
         held = []
         for group in self.groups:
             low = self._low(group.window, start)
@@ -167,9 +190,12 @@ class PageGroups:
         return held
 
     def gather(self, keys: Sequence[Key], needed: Sequence[range]) -> list[Held] | None:
-        """Pages for the `needed` columns of each group: those that are there, of which the caller becomes a holder, and free ones for the
-        others. None: too few are free, and nothing was taken."""
-        cached_pages = [[group.allocator.find(keys[c]) for c in columns] for group, columns in zip(self.groups, needed, strict=True)]
+        """Pages for the `needed` columns of each group: those that are there, of which the caller becomes a
+        holder, and free ones for the others. None: too few are free, and nothing was taken."""
+        cached_pages = [
+            [group.allocator.find(keys[c]) for c in columns]
+            for group, columns in zip(self.groups, needed, strict=True)
+        ]
         there = [[page for page in pages if page is not None] for pages in cached_pages]
         counts = [len(pages) - len(some) for pages, some in zip(cached_pages, there, strict=True)]
         groups = list(zip(self.groups, there, counts, strict=True))
@@ -184,8 +210,9 @@ class PageGroups:
         ]
 
     def label(self, held: Sequence[Held], keys: Sequence[Key], first: int, end: int) -> bool:
-        """A request's columns from `first` on, before `end`, are complete. Where a page with the same contents is there already it takes
-        the place of the request's own. True: that happened, and `held.planned` says from which column on."""
+        """A request's columns from `first` on, before `end`, are complete. Where a page with the same
+        contents is there already it takes the place of the request's own. True: that happened, and
+        `held.planned` says from which column on."""
         replaced = False
         for number, one in enumerate(held):
             for column in range(max(first, one.first), min(end, one.end)):
@@ -205,7 +232,8 @@ class PageGroups:
         return True
 
     def unlabel(self, held: Sequence[Held]) -> list[list[Key]]:
-        """What these pages hold is not to be relied on. → the keys that are not found any more, of each group."""
+        """What these pages hold is not to be relied on. → the keys that are not found any more, of each
+        group."""
         pairs = zip(self.groups, held, strict=False)  # a request without a seat holds none
         return [group.allocator.unlabel(one.pages) for group, one in pairs]
 
@@ -214,8 +242,8 @@ class PageGroups:
         return held[self.dense].pages[0] if self.has_states and held[self.dense].pages else -1
 
     def keep_state(self, held: Sequence[Held], column: int) -> int | None:
-        """A page for the state after this column, of which the request becomes the holder. None: there is none, or it still waits for an
-        earlier one to be complete."""
+        """A page for the state after this column, of which the request becomes the holder. None: there is
+        none, or it still waits for an earlier one to be complete."""
         group, one = self.groups[self.dense], held[self.dense]
         if group.allocator.free_count == 0 or any(not group.allocator.has_key(page) for page in one.pages):
             return None
@@ -233,7 +261,8 @@ class PageGroups:
         self.groups[self.dense].allocator.release([page])
 
     def give_state(self, page: int, column: int, key: Key) -> list[Held]:
-        """It is complete, and its holder gives it back → what is cached now; empty: such a state was there already."""
+        """It is complete, and its holder gives it back → what is cached now; empty: such a state was there
+        already."""
         is_new = self.groups[self.dense].allocator.label(page, key) == page
         self.free_state(page)
         return [*(Held() for _ in range(self.dense)), Held(column, [page])] if is_new else []
@@ -259,7 +288,8 @@ class PageGroups:
             group.allocator.forget()
 
     def has(self, held: Sequence[Held], tokens: int) -> bool:
-        """Whether a request has the pages of all columns up to `tokens`, but for those that it has released."""
+        """Whether a request has the pages of all columns up to `tokens`, but for those that it has
+        released."""
         for one in held[: self.dense]:  # noqa: SIM110  asked for every request in every step, and all() of a generator costs twice as much
             if (one.first + len(one.pages)) * self.page_size < tokens:
                 return False
@@ -268,7 +298,10 @@ class PageGroups:
     def missing(self, held: Sequence[Held], start: int, tokens: int, lookahead: int) -> list[int]:
         """Pages of each group that a request lacks which computes `tokens` from `start` on."""
         pairs = zip(self.groups, held, strict=True)
-        return [0 if group.states else max(self._end(group.window, start, tokens, lookahead) - one.end, 0) for group, one in pairs]
+        return [
+            0 if group.states else max(self._end(group.window, start, tokens, lookahead) - one.end, 0)
+            for group, one in pairs
+        ]
 
     def has_room(self, columns: int) -> bool:
         """For so many more of one request."""
@@ -276,7 +309,9 @@ class PageGroups:
 
     def are_free(self, counts: Iterable[int]) -> bool:
         """So many pages of each group."""
-        return all(count <= group.allocator.free_count for count, group in zip(counts, self.groups, strict=True))
+        return all(
+            count <= group.allocator.free_count for count, group in zip(counts, self.groups, strict=True)
+        )
 
     def extend(self, held: Sequence[Held], missing: Iterable[int]) -> None:
         for group, one, count in zip(self.groups, held, missing, strict=True):
@@ -302,7 +337,8 @@ class PageGroups:
 
 
 def _prefix(lookup: Callable[[Key], bool], keys: Sequence[Key], end: int, start: int) -> int:
-    """How many of `keys[:end]` are there, from the first on. The page of one that is there implies those before it."""
+    """How many of `keys[:end]` are there, from the first on. The page of one that is there implies those
+    before it."""
     column = min(start, end)
     while column > 0 and not lookup(keys[column - 1]):
         column -= 1

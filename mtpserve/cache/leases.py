@@ -1,11 +1,11 @@
-"""Pages in host memory that another node may read, under the name of the request that computed them, until it has read them or the lease
-ends. For the engine's thread, which offers them, and for those that serve readers.
+"""Pages in host memory that another node may read, under the name of the request that computed them, until it
+has read them or the lease ends. For the engine's thread, which offers them, and for those that serve readers.
 
     offer ──→ open ──release, by the reader──→ ended ──take_ended, by the engine──→ its blocks are free for others
                 └────its time is over────────→
 
-A reader that comes too late, or is too slow, reads a block that holds another page by then: so each page is sent with a checksum that
-was taken while its lease was open.
+A reader that comes too late, or is too slow, reads a block that holds another page by then: so each page is
+sent with a checksum that was taken while its lease was open.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Leases:
         self.sent_pages = self.sent_bytes = 0
         self.sent_seconds = 0.0
 
-    # -------------------------------------------------------------------------------------- of the engine's thread
+    # --------------------------------------------------------------------------------- of the engine's thread
 
     def expect(self, name: str) -> None:
         with self._changed:
@@ -76,7 +76,9 @@ class Leases:
     def withdraw(self, keys: Collection[Key]) -> None:
         """What these pages hold is not to be relied on."""
         with self._changed:
-            for name in [name for name, lease in self._open.items() if any(key in keys for _, key in lease.pages)]:
+            for name in [
+                name for name, lease in self._open.items() if any(key in keys for _, key in lease.pages)
+            ]:
                 self._end(name)
 
     @property
@@ -90,11 +92,11 @@ class Leases:
         with self._changed:
             return sum(len(lease.pages) for lease in self._open.values())
 
-    # ------------------------------------------------------------------------------------------- of readers' threads
+    # ------------------------------------------------------------------------------------ of readers' threads
 
     def find(self, name: str, waits: bool, seconds: float) -> dict[Place, int] | None:
-        """The pages of a lease, after at most so many seconds if they are coming, or if the caller `waits` for a name that is not known
-        yet. None: there is none."""
+        """The pages of a lease, after at most so many seconds if they are coming, or if the caller `waits`
+        for a name that is not known yet. None: there is none."""
         with self._changed:
             self._changed.wait_for(lambda: self._settled(name, waits), seconds)
             lease = self._open.get(name)
@@ -104,7 +106,11 @@ class Leases:
         """Whether these pages' blocks are still theirs."""
         with self._changed:
             lease = self._open.get(name)
-            return lease is not None and lease.ends > self.clock() and all(place in lease.pages for place in places)
+            return (
+                lease is not None
+                and lease.ends > self.clock()
+                and all(place in lease.pages for place in places)
+            )
 
     def release(self, name: str, pages: int, size: int, seconds: float) -> None:
         """A reader needs it no more: it has read so many pages and bytes."""

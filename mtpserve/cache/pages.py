@@ -1,9 +1,10 @@
-"""Which pages of the KV pool are in use, and by how many holders; which of them can be found by what they contain. It stores nothing and
-knows no tensors.
+"""Which pages of the KV pool are in use, and by how many holders; which of them can be found by what they
+contain. It stores nothing and knows no tensors.
 
-A page is a number in [0, num_pages). It is free, or held by one or more holders, of which each gives it back once. A page whose
-contents are complete may get a key (cache/keys). Then it can be found, and after its last holder has left it is cached: it counts as
-free, and is given to others after all pages without a key, the least recently used first.
+A page is a number in [0, num_pages). It is free, or held by one or more holders, of which each gives it back
+once. A page whose contents are complete may get a key (cache/keys). Then it can be found, and after its last
+holder has left it is cached: it counts as free, and is given to others after all pages without a key, the
+least recently used first.
 
     free ──allocate──→ held ──label──→ held, with a key ⇄ cached ──allocate (evicts)──→ held by another
       ←────release───────┘               share, release
@@ -23,22 +24,25 @@ class OutOfPages(RuntimeError):
 
 
 class PageError(RuntimeError):
-    """The accounting was broken: a page given back twice, or refcounts, free list and holders that disagree."""
+    """The accounting was broken: a page given back twice, or refcounts, free list and holders that
+    disagree."""
 
 
 class PageAllocator:
-    """Reference-counted pages. Not for several threads at once. `evicted` is called with the page and its key before somebody else gets
-    the page."""
+    """Reference-counted pages. Not for several threads at once. `evicted` is called with the page and its key
+    before somebody else gets the page."""
 
     def __init__(self, num_pages: int, evicted: Callable[[int, Key], None] = lambda page, key: None) -> None:
         if num_pages < 1:
             raise ValueError(f"a pool has at least 1 page, got {num_pages}")
         self._references = [0] * num_pages
-        # A heap hands out the lowest numbers first: a request's pages are mostly contiguous, and the pool fills from below.
+        # A heap hands out the lowest numbers first: a request's pages are mostly contiguous, and the pool
+        # fills from below.
         self._free = list(range(num_pages))
         self._keys: dict[int, Key] = {}
         self._pages: dict[Key, int] = {}  # the same, the other way round
-        self._cached: OrderedDict[int, None] = OrderedDict()  # with a key and without holders, the least recently used first
+        # with a key and without holders, the least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._evicted = evicted
 
     @property
@@ -55,8 +59,8 @@ class PageAllocator:
         return len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages, each with one holder: in ascending order, as long as there are some without a key. All or nothing: raises
-        OutOfPages."""
+        """`count` pages, each with one holder: in ascending order, as long as there are some without a key.
+        All or nothing: raises OutOfPages."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} pages")
         if count > self.free_count:
@@ -85,7 +89,8 @@ class PageAllocator:
             self._references[page] += 1
 
     def label(self, page: int, key: Key) -> int:
-        """A held page's contents are complete. → the page that has this key: another one where that was labelled before."""
+        """A held page's contents are complete. → the page that has this key: another one where that was
+        labelled before."""
         self._require_held(Counter([page]), extra=False)
         first = self._pages.setdefault(key, page)
         if first == page:
@@ -93,11 +98,11 @@ class PageAllocator:
         return first
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less for each of `pages`; the last one frees it, or leaves it cached. Raises PageError, and changes nothing, for
-        a page not held.
+        """One holder less for each of `pages`; the last one frees it, or leaves it cached. Raises PageError,
+        and changes nothing, for a page not held.
 
-        A request's pages are given from the first column to the last, and are evicted from the last to the first: then a page is
-        never cached without those before it, since who holds it holds these.
+        A request's pages are given from the first column to the last, and are evicted from the last to the
+        first: then a page is never cached without those before it, since who holds it holds these.
         """
         self._require_held(Counter(pages), extra=False)
         for page in reversed(pages):
@@ -125,7 +130,8 @@ class PageAllocator:
         self._pages.clear()
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """Raise PageError unless `holders`, one list of pages for each, account for every reference and all else is free or cached."""
+        """Raise PageError unless `holders`, one list of pages for each, account for every reference and all
+        else is free or cached."""
         held = Counter(page for pages in holders for page in pages)
         free = Counter(self._free)
         if strange := [page for page in held | free if not 0 <= page < self.num_pages]:
@@ -134,8 +140,13 @@ class PageAllocator:
             if references != held[page]:
                 raise PageError(f"page {page} counts {references} holders but {held[page]} hold it")
             if free[page] + (page in self._cached) != (references == 0):
-                raise PageError(f"page {page} counts {references} holders and is {free[page]} times in the free list")
-        if self._pages != {key: page for page, key in self._keys.items()} or not self._cached.keys() <= self._keys.keys():
+                raise PageError(
+                    f"page {page} counts {references} holders and is {free[page]} times in the free list"
+                )
+        if (
+            self._pages != {key: page for page, key in self._keys.items()}
+            or not self._cached.keys() <= self._keys.keys()
+        ):
             raise PageError("keys and pages disagree")
 
     def _evict(self) -> int:

@@ -1,10 +1,10 @@
-"""The KV storage of layers of one kind: a tensor for keys, one for values, and one for index keys where layers select by them, addressed by
-slot. Who holds which page: see pages.py.
+"""The KV storage of layers of one kind: a tensor for keys, one for values, and one for index keys where
+layers select by them, addressed by slot. Who holds which page: see pages.py.
 
     slot = page_of_the_request[index // page_size] * page_size + index % page_size
 
-All may be stored in float8 (e4m3), and the reader widens them: keys and values with scale 1, numbers beyond ±448 cut off; index keys with
-a scale for each of them, as DeepSeek-V3.2's own code does.
+All may be stored in float8 (e4m3), and the reader widens them: keys and values with scale 1, numbers beyond
+±448 cut off; index keys with a scale for each of them, as DeepSeek-V3.2's own code does.
 """
 
 from __future__ import annotations
@@ -44,31 +44,43 @@ class IndexKeys(NamedTuple):
 
 
 class KVPool:
-    """k [layers, slots, heads, key_dim]; v [layers, slots, heads, value_dim], or None for the latent layout (v is part of k); index
-    [layers, slots, 1, index_dim], or None; scales [layers, slots, 1, 1] float32, of index keys in float8, or None; inputs [layers, slots,
-    1, inputs_dim], of which entries are made, or None. `parts` are all of them.
+    """k [layers, slots, heads, key_dim]; v [layers, slots, heads, value_dim], or None for the latent layout
+    (v is part of k); index [layers, slots, 1, index_dim], or None; scales [layers, slots, 1, 1] float32, of
+    index keys in float8, or None; inputs [layers, slots, 1, inputs_dim], of which entries are made, or None.
+    `parts` are all of them.
 
-    There are slots `beyond` those of the pages. `dtype` is what the layers compute in, `stored` what they are kept in (None: the same), but
-    for the inputs.
-    Memory is not cleared: no slot is read before it was written. `poison` fills it with NaN, so that a test sees it if one is.
+    There are slots `beyond` those of the pages. `dtype` is what the layers compute in, `stored` what they are
+    kept in (None: the same), but for the inputs. Memory is not cleared: no slot is read before it was
+    written. `poison` fills it with NaN, so that a test sees it if one is.
     """
 
     def __init__(
-        self, layout: KVLayout, layers: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device, poison: bool = False,
+        self, layout: KVLayout, layers: int, pages: int, page_size: int, dtype: torch.dtype,
+        device: torch.device, poison: bool = False,
         compact: Compact = reference.compact, stored: torch.dtype | None = None, index_dim: int = 0,
         inputs_dim: int = 0, beyond: int = 0,
     ) -> None:  # fmt: skip
-        self.layout, self.page_size, self.pages, self._compact, self.dtype = layout, page_size, pages, compact, dtype
+        self.layout, self.page_size, self.pages, self._compact, self.dtype = (
+            layout,
+            page_size,
+            pages,
+            compact,
+            dtype,
+        )
 
         def made(heads: int, dim: int, part_dtype: torch.dtype | None = stored) -> Tensor:
-            return torch.empty(layers, pages * page_size + beyond, heads, dim, dtype=part_dtype or dtype, device=device)
+            return torch.empty(
+                layers, pages * page_size + beyond, heads, dim, dtype=part_dtype or dtype, device=device
+            )
 
         self.k = made(layout.heads, layout.key_dim)
         self.v = made(layout.heads, layout.value_dim) if layout.kind == "gqa" else None
         self.index = made(1, index_dim) if index_dim else None
         self.scales = made(1, 1, torch.float32) if index_dim and stored == FP8 else None
         self.inputs = made(1, inputs_dim, dtype) if inputs_dim else None
-        self.parts = [tensor for tensor in (self.k, self.v, self.index, self.scales, self.inputs) if tensor is not None]
+        self.parts = [
+            tensor for tensor in (self.k, self.v, self.index, self.scales, self.inputs) if tensor is not None
+        ]
         if poison:
             for part in self.parts:
                 part.fill_(torch.nan)
@@ -116,9 +128,11 @@ class KVPool:
         return self.inputs[layer]
 
     def gathered(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Some slots [...] in the type that is computed with: keys [..., heads, key_dim] and values [..., heads, value_dim].
+        """Some slots [...] in the type that is computed with: keys [..., heads, key_dim] and values [...,
+        heads, value_dim].
 
-        Copies, read once where the values are part of the keys; of a slice, views where nothing is converted."""
+        Copies, read once where the values are part of the keys; of a slice, views where nothing is
+        converted."""
         keys = self.widened(self.keys(layer)[slots])
         if self.v is None:
             return keys, keys[..., : self.layout.value_dim]
@@ -134,7 +148,9 @@ def store(part: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def scale_of(keys: Tensor) -> Tensor:
-    """keys [..., dim] → [..., 1] float32, by which they are divided before they become float8: the smallest power of two that brings the
-    largest number to 448 at most, or 1 for zeros. A power of two rounds nothing (ue8m0, as the published models have it)."""
+    """keys [..., dim] → [..., 1] float32, by which they are divided before they become float8: the smallest
+    power of two that brings the largest number to 448 at most, or 1 for zeros. A power of two rounds nothing
+    (ue8m0, as the published models have it)."""
     exponent = torch.frexp(keys.float().abs().amax(-1, keepdim=True) / LARGEST).exponent
-    return (exponent.clamp(-126, 127) + 127 << 23).view(torch.float32)  # by its bits: pow is not exact on every device
+    # by its bits: pow is not exact on every device
+    return (exponent.clamp(-126, 127) + 127 << 23).view(torch.float32)

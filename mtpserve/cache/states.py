@@ -1,10 +1,12 @@
-"""What recurrent layers keep: of each request a state of fixed size, and kept states that requests may start from.
+"""What recurrent layers keep: of each request a state of fixed size, and kept states that requests may start
+from.
 
     rows      | seat 0 | seat 1 | … | padding |  kept 0 | kept 1 | …        a state that is kept is a copy of a seat's, of all layers
     ring      | seat 0 | seat 1 | … | padding |                              inputs of the last rows that are not in the state
 
-A step's rows change the state when they are certain; the inputs of its other rows wait in the ring until the next step knows which of them
-count: see mtpserve_kernels.recurrent. `computed` says up to which token each seat's state goes.
+A step's rows change the state when they are certain; the inputs of its other rows wait in the ring until the
+next step knows which of them count: see mtpserve_kernels.recurrent. `computed` says up to which token each
+seat's state goes.
 """
 
 from __future__ import annotations
@@ -19,20 +21,26 @@ from mtpserve.core.arch.model import Recurrent
 
 
 class States:
-    """`layers` of one kind; `seats`: with the one that pads batches; `ring`: rows of a request that may wait; `kept`: states besides those
-    of the seats. Memory is not cleared: `poison` fills it with NaN, so that a test sees it if a state is read that was not written."""
+    """`layers` of one kind; `seats`: with the one that pads batches; `ring`: rows of a request that may wait;
+    `kept`: states besides those of the seats. Memory is not cleared: `poison` fills it with NaN, so that a
+    test sees it if a state is read that was not written."""
 
     def __init__(
-        self, layers: Sequence[Recurrent], seats: int, ring: int, num_checkpoints: int, dtype: torch.dtype, device: torch.device,
+        self, layers: Sequence[Recurrent], seats: int, ring: int, num_checkpoints: int, dtype: torch.dtype,
+        device: torch.device,
         poison: bool = False,
     ) -> None:  # fmt: skip
         (kind,) = set(layers)
         self.kind, self.seats, self.kept = kind, seats, num_checkpoints
         rows, number = seats + num_checkpoints, len(layers)
-        self.state = torch.empty(number, rows, kind.value_heads, kind.key_dim, kind.value_dim, device=device, dtype=torch.float32)
+        self.state = torch.empty(
+            number, rows, kind.value_heads, kind.key_dim, kind.value_dim, device=device, dtype=torch.float32
+        )
         self.before = torch.empty(number, rows, kind.taps - 1, kind.channels, device=device, dtype=dtype)
         self.ring = torch.empty(number, seats, ring, kind.channels, device=device, dtype=dtype)
-        self.ring_gates = torch.empty(number, seats, ring, 2, kind.value_heads, device=device, dtype=torch.float32)
+        self.ring_gates = torch.empty(
+            number, seats, ring, 2, kind.value_heads, device=device, dtype=torch.float32
+        )
         self.computed = torch.zeros(seats, device=device, dtype=torch.int64)
         if poison:
             for part in (self.state, self.before, self.ring, self.ring_gates):
@@ -40,7 +48,9 @@ class States:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.state, self.before, self.ring, self.ring_gates, self.computed))
+        return sum(
+            part.nbytes for part in (self.state, self.before, self.ring, self.ring_gates, self.computed)
+        )
 
     def layer(self, number: int) -> LayerState:
         return LayerState(self.state[number], self.before[number], self.ring[number], self.ring_gates[number])
@@ -55,16 +65,16 @@ class States:
         return self.seats + checkpoint
 
     def start(self, seats: Tensor, computed: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Requests begin in `seats` [n] after `computed` [n] tokens; the seats `targets` [m] begin with the states that are kept in
-        `sources` [m]. The others begin with their first token."""
+        """Requests begin in `seats` [n] after `computed` [n] tokens; the seats `targets` [m] begin with the
+        states that are kept in `sources` [m]. The others begin with their first token."""
         self.computed[seats] = computed
         if len(targets):
             for part in (self.state, self.before):
                 part[:, targets] = part[:, sources + self.seats]
 
     def move(self, seats: Tensor, path: Tensor) -> None:
-        """seats [R], path [R, D]: of a tree, the nodes of the rows that survived; the first that waits is 1. Their inputs are put
-        together."""
+        """seats [R], path [R, D]: of a tree, the nodes of the rows that survived; the first that waits is 1.
+        Their inputs are put together."""
         if self.ring.shape[2] == 0:
             return
         place = (path - 1).clamp(min=0)

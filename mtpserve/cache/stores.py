@@ -1,14 +1,16 @@
-"""Where layers keep what they stored: one pool per kind of layer. A layer is an index in it, and knows neither.
+"""Where layers keep what they stored: one pool per kind of layer. A layer is an index in it, and knows
+neither.
 
     layers   full  full  window  full  window  full           stores   full: 4 layers        window: 2 layers
     place    0, 0  0, 1  1, 0    0, 2  1, 1    0, 3
 
 Stores whose layers have one window share their pages: see cache/groups.
 
-Layers that attend to entries, too (core.arch.model.Compressed), have these in a pool of their own, in the pages of full attention: the
-entry of the tokens that end with token i is in slot slot(i) // every, so that a page holds as many entries as its tokens make. Nodes of a
-tree complete entries that may come to nothing, several for the same tokens: these have places of their own beyond the pages, one for each
-node of each seat, and are moved to their slots where the node survives.
+Layers that attend to entries, too (core.arch.model.Compressed), have these in a pool of their own, in the
+pages of full attention: the entry of the tokens that end with token i is in slot slot(i) // every, so that a
+page holds as many entries as its tokens make. Nodes of a tree complete entries that may come to nothing,
+several for the same tokens: these have places of their own beyond the pages, one for each node of each seat,
+and are moved to their slots where the node survives.
 """
 
 from __future__ import annotations
@@ -53,11 +55,13 @@ class Place(NamedTuple):
 
 
 class Stores:
-    """`pages`: of each group, in the order of core.arch.model.page_groups. `dtype`, `poison`, `compact` and `stored` are KVPool's. `nodes`:
-    how many seats there are, and how many nodes each may have besides the root."""
+    """`pages`: of each group, in the order of core.arch.model.page_groups. `dtype`, `poison`, `compact` and
+    `stored` are KVPool's. `nodes`: how many seats there are, and how many nodes each may have besides the
+    root."""
 
     def __init__(
-        self, layers: Sequence[Attention], pages: Sequence[int], page_size: int, dtype: torch.dtype, device: torch.device,
+        self, layers: Sequence[Attention], pages: Sequence[int], page_size: int, dtype: torch.dtype,
+        device: torch.device,
         poison: bool = False, compact: Compact = reference.compact, stored: torch.dtype | None = None,
         nodes: tuple[int, int] = (0, 0),
     ) -> None:  # fmt: skip
@@ -66,16 +70,26 @@ class Stores:
         groups = [windows.index(kind.held) for kind in kinds]
 
         def pool(kind: Attention, pages: int, size: int, *others: int) -> KVPool:
-            return KVPool(kind.kv, layers.count(kind), pages, size, dtype, device, poison, compact, stored, *others)
+            return KVPool(
+                kind.kv, layers.count(kind), pages, size, dtype, device, poison, compact, stored, *others
+            )
 
         def entries(kind: Attention) -> KVPool | None:
             if (compressed := kind.compressed) is None:
                 return None
             assert page_size % compressed.every == 0, "a page ends where an entry does"
-            return pool(kind, pages[0], page_size // compressed.every, compressed.index_dim, 0, nodes[0] * nodes[1])
+            return pool(
+                kind, pages[0], page_size // compressed.every, compressed.index_dim, 0, nodes[0] * nodes[1]
+            )
 
         self.stores = [
-            Store(kind, pool(kind, pages[group], page_size, kind.index_dim, kind.inputs), group, entries(kind), nodes[1])
+            Store(
+                kind,
+                pool(kind, pages[group], page_size, kind.index_dim, kind.inputs),
+                group,
+                entries(kind),
+                nodes[1],
+            )
             for kind, group in zip(kinds, groups, strict=True)
         ]
         self.places = [Place(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers)]
@@ -104,19 +118,23 @@ class Stores:
                 pool.clear(pool.pages - 1)
 
     def move(self, group: int, source: Tensor, target: Tensor) -> None:
-        """Copy whole slots [R, D] to others, in all layers with these pages: see mtpserve_kernels.cache. The paths of trees move so."""
+        """Copy whole slots [R, D] to others, in all layers with these pages: see mtpserve_kernels.cache. The
+        paths of trees move so."""
         for store in self.stores:
             if store.group == group:
                 store.pool.move(source, target)
 
     def move_entries(self, seats: Tensor, nodes: Tensor, index: Tensor, slots: Tensor, moved: Tensor) -> None:
-        """seats [R]; of the nodes [R, D] that survived where `moved`, and became the tokens `index` [R, D] in `slots` of group 0: the
-        entries that they have completed."""
+        """seats [R]; of the nodes [R, D] that survived where `moved`, and became the tokens `index` [R, D] in
+        `slots` of group 0: the entries that they have completed."""
         seats = seats.unsqueeze(1)
         for store in self.stores:
             compressed = store.kind.compressed
             if compressed is None or store.entries is None or not store.nodes:
                 continue
             # What does not move is copied to where it is.
-            completes, node_slots = moved & ((index + 1) % compressed.every == 0), store.of_node(seats, nodes.clamp(min=1))
+            completes, node_slots = (
+                moved & ((index + 1) % compressed.every == 0),
+                store.of_node(seats, nodes.clamp(min=1)),
+            )
             store.entries.move(node_slots, torch.where(completes, slots // compressed.every, node_slots))

@@ -16,11 +16,15 @@ Loads = Mapping[int, Sequence[int]]  # of each layer, how often each of its expe
 def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve experts", usage="%(prog)s FILE … --engines N --output FILE",
-        description="Spread the experts of each layer over engines so that these have about as much to do, and print how even that is: the "
+        description="Spread the experts of each layer over engines so that these have about as much to do, "
+"and print how even that is: the "
         "busiest engine's load as a multiple of the mean, before and after, for each layer.",
     )  # fmt: skip
     arg_parser.add_argument(
-        "files", metavar="FILE", nargs="+", help="what --record-expert-load wrote: the files of all engines, which are added up"
+        "files",
+        metavar="FILE",
+        nargs="+",
+        help="what --record-expert-load wrote: the files of all engines, which are added up",
     )
     arg_parser.add_argument(
         "--engines", metavar="N", type=int, required=True,
@@ -35,7 +39,9 @@ def run(arguments: Sequence[str]) -> int:
     loads, size = summed([loads_of(file) for file in options.files]), options.engines
     fewest = min(len(load) for load in loads.values())
     if not 2 <= size <= fewest:
-        raise ConfigError(f"--engines must be in [2, {fewest}], as each needs an expert of each layer, got {size}")
+        raise ConfigError(
+            f"--engines must be in [2, {fewest}], as each needs an expert of each layer, got {size}"
+        )
     owners = {layer: balanced(load, size) for layer, load in loads.items()}
     Path(options.output).write_text(json.dumps(owners) + "\n")
     print("\n".join(lines(loads, owners, size)))
@@ -48,23 +54,41 @@ def loads_of(file: str) -> Loads:
         loads = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from error
-    lists = isinstance(loads, dict) and loads and all(isinstance(load, list) and load for load in loads.values())
-    if not lists or not all(name.isdecimal() and all(type(n) is int and n >= 0 for n in load) for name, load in loads.items()):
-        raise ConfigError(f"{file} must hold an object: of each layer's number how often each of its experts was chosen")
+    lists = (
+        isinstance(loads, dict) and loads and all(isinstance(load, list) and load for load in loads.values())
+    )
+    if not lists or not all(
+        name.isdecimal() and all(type(n) is int and n >= 0 for n in load) for name, load in loads.items()
+    ):
+        raise ConfigError(
+            f"{file} must hold an object: of each layer's number how often each of its experts was chosen"
+        )
     return {int(name): load for name, load in loads.items()}
 
 
 def summed(loads: Sequence[Loads]) -> Loads:
     """Raises ConfigError where they are of different models."""
-    if len({tuple((layer, len(load)) for layer, load in sorted(file_loads.items())) for file_loads in loads}) > 1:
+    if (
+        len({tuple((layer, len(load)) for layer, load in sorted(file_loads.items())) for file_loads in loads})
+        > 1
+    ):
         raise ConfigError("the files are of models with other layers or experts")
-    return {layer: [sum(column) for column in zip(*(file_loads[layer] for file_loads in loads), strict=True)] for layer in sorted(loads[0])}
+    return {
+        layer: [sum(column) for column in zip(*(file_loads[layer] for file_loads in loads), strict=True)]
+        for layer in sorted(loads[0])
+    }
 
 
 def lines(loads: Loads, owners: Mapping[int, Sequence[int]], size: int) -> list[str]:
     """A table, and its last line is that of the layer that is busiest after."""
     before = {layer: imbalance(load, in_order(len(load), size), size) for layer, load in loads.items()}
     after = {layer: imbalance(load, owners[layer], size) for layer, load in loads.items()}
-    rows = [f"{layer:5} {sum(load):12} {before[layer]:8.2f} {after[layer]:8.2f}" for layer, load in loads.items()]
+    rows = [
+        f"{layer:5} {sum(load):12} {before[layer]:8.2f} {after[layer]:8.2f}" for layer, load in loads.items()
+    ]
     mean = [sum(ratios.values()) / len(ratios) for ratios in (before, after)]
-    return ["layer       chosen   before    after", *rows, f"{'mean':>5} {'':12} {mean[0]:8.2f} {mean[1]:8.2f}"]
+    return [
+        "layer       chosen   before    after",
+        *rows,
+        f"{'mean':>5} {'':12} {mean[0]:8.2f} {mean[1]:8.2f}",
+    ]

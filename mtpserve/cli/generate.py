@@ -1,4 +1,5 @@
-"""`mtpserve generate "prompt"`: one continuation in the terminal, coloured by where each token came from. The engine runs in this process.
+"""`mtpserve generate "prompt"`: one continuation in the terminal, coloured by where each token came from. The
+engine runs in this process.
 
 Standard output gets only the text, so that it can be piped; the summary goes to standard error.
 """
@@ -32,14 +33,35 @@ def parser() -> Parser:
         usage="%(prog)s [PROMPT] [options]",
         description="Continue a prompt: accepted drafts are green, rejected ones struck out.",
     )
-    arg_parser.add_argument("prompt", nargs="?", help="the text to continue; without it standard input is read")
-    arg_parser.add_argument("--keep-rejected", action="store_true", help="leave rejected drafts in the text, struck out")
+    arg_parser.add_argument(
+        "prompt", nargs="?", help="the text to continue; without it standard input is read"
+    )
+    arg_parser.add_argument(
+        "--keep-rejected", action="store_true", help="leave rejected drafts in the text, struck out"
+    )
     group = arg_parser.add_argument_group("sampling options")
-    group.add_argument("--max-tokens", metavar="N", type=int, help=f"tokens to generate (default: {MAX_TOKENS})")
-    group.add_argument("--temperature", metavar="X", type=float, help="0 is greedy (default: what the model's makers recommend, or 1)")
+    group.add_argument(
+        "--max-tokens", metavar="N", type=int, help=f"tokens to generate (default: {MAX_TOKENS})"
+    )
+    group.add_argument(
+        "--temperature",
+        metavar="X",
+        type=float,
+        help="0 is greedy (default: what the model's makers recommend, or 1)",
+    )
     group.add_argument("--top-k", metavar="N", type=int, help="keep the k likeliest tokens (default: all)")
-    group.add_argument("--top-p", metavar="X", type=float, help="keep the likeliest tokens that together have this probability")
-    group.add_argument("--min-p", metavar="X", type=float, help="drop tokens below this share of the likeliest one's probability")
+    group.add_argument(
+        "--top-p",
+        metavar="X",
+        type=float,
+        help="keep the likeliest tokens that together have this probability",
+    )
+    group.add_argument(
+        "--min-p",
+        metavar="X",
+        type=float,
+        help="drop tokens below this share of the likeliest one's probability",
+    )
     group.add_argument("--seed", metavar="N", type=int, help="the same seed gives the same text")
     add_options(arg_parser, ENGINE_SECTIONS)
     return arg_parser
@@ -65,7 +87,9 @@ class Tally:
         rate = self.tokens / self.seconds if self.seconds > 0 else 0.0
         parts = [f"{self.tokens} tokens in {self.seconds:.2f} s, {rate:.1f} tokens/s"]
         if self.verified:
-            parts.append(f"{self.drafted} drafted, {self.accepted} accepted ({self.accepted / self.drafted:.0%})")
+            parts.append(
+                f"{self.drafted} drafted, {self.accepted} accepted ({self.accepted / self.drafted:.0%})"
+            )
             parts.append(f"accept length {1 + self.accepted / self.verified:.2f}")
         else:
             parts.append("nothing drafted")
@@ -81,7 +105,8 @@ def run(arguments: Sequence[str]) -> int:
 
     from mtpserve.llm import LLM
 
-    names = {option.name for option in all_options(ENGINE_SECTIONS)}  # a shared config file may contain the server's too
+    # a shared config file may contain the server's too
+    names = {option.name for option in all_options(ENGINE_SECTIONS)}
     with LLM(**{name: value for name, value in values.items() if name in names}) as llm:  # type: ignore[arg-type]
         tally = paint(prompt, llm.stream(prompt, llm.sampling(**sampling)), options.keep_rejected)
     print(tally.line(), file=sys.stderr)

@@ -1,4 +1,5 @@
-"""The entry point: `mtpserve COMMAND …`. A command's module is imported when it runs, and torch only when the command needs it."""
+"""The entry point: `mtpserve COMMAND …`. A command's module is imported when it runs, and torch only when the
+command needs it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ COMMANDS = {
     "launch": "serve a model over HTTP with OpenAI's API",
     "generate": "continue a prompt in the terminal, coloured by where each token came from",
     "inspect": "print a checkpoint's architecture, weights and memory plan without loading it",
-    "prove": "test that a model's output is that of plain decoding: greedy identity, and one test per sampling feature",
+    "prove": "test that a model's output is that of plain decoding: greedy identity, and one test per "
+    "sampling feature",
     "replay": "run the steps of a recording again and compare the results",
     "experts": "place a model's experts over engines by their measured load",
     "bench": "measure a running server under load, score a model twice, or simulate a prefix cache",
@@ -38,7 +40,13 @@ def module_of(command: str) -> str:
 def usage() -> str:
     lines = [f"  {name:10} {line}" for name, line in COMMANDS.items()]
     return "\n".join(
-        ["usage: mtpserve COMMAND [options]", "", *lines, "", "mtpserve COMMAND --help lists the options of a command."],
+        [
+            "usage: mtpserve COMMAND [options]",
+            "",
+            *lines,
+            "",
+            "mtpserve COMMAND --help lists the options of a command.",
+        ]
     )
 
 
@@ -66,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader has closed the pipe (`| head`): no message, and none from the interpreter's final flush either.
+        # The reader has closed the pipe (`| head`): no message, and none from the interpreter's final flush
+        # either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

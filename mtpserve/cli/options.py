@@ -1,8 +1,9 @@
-"""Options from the config dataclasses: names, aliases, types, choices and help all come from the fields and their metadata.
+"""Options from the config dataclasses: names, aliases, types, choices and help all come from the fields and
+their metadata.
 
-An option has the same name and aliases, with dashes or underscores, on the command line and in a YAML file; a file may nest options
-under the names of `config.SECTIONS`. The command line overrides the file, option by option. An unknown option or a wrong value is a
-ConfigError of one line.
+An option has the same name and aliases, with dashes or underscores, on the command line and in a YAML file; a
+file may nest options under the names of `config.SECTIONS`. The command line overrides the file, option by
+option. An unknown option or a wrong value is a ConfigError of one line.
 """
 
 from __future__ import annotations
@@ -22,9 +23,19 @@ from mtpserve.core.errors import ConfigError
 Values = dict[str, object]  # field name → value, for the fields that were given
 Sections = Mapping[str, Callable[..., Any]]
 
-ALLOWED = {int: "a whole number", float: "a number", bool: "true or false", str: "text (in quotes, in a YAML file)"}
+ALLOWED = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text (in quotes, in a YAML file)",
+}
 # Options whose value is a JSON object: its members may be given one by one.
-OBJECTS = ("--speculative-config", "--kv-transfer-config", "--kv-events-config", "--default-chat-template-kwargs")
+OBJECTS = (
+    "--speculative-config",
+    "--kv-transfer-config",
+    "--kv-events-config",
+    "--default-chat-template-kwargs",
+)
 SPECULATIVE_KEYS = {
     "method": "speculative_algorithm",
     "num_speculative_tokens": "speculative_num_steps",
@@ -54,7 +65,11 @@ class Option:
 
     @property
     def metavar(self) -> str:
-        return "{" + ",".join(self.choices) + "}" if self.choices else {int: "N", float: "X", str: "TEXT"}[self.kind]
+        return (
+            "{" + ",".join(self.choices) + "}"
+            if self.choices
+            else {int: "N", float: "X", str: "TEXT"}[self.kind]
+        )
 
     def read(self, value: object) -> object:
         """The value with the field's type. Text is parsed, so that numbers may be quoted in YAML."""
@@ -72,15 +87,21 @@ class Option:
         if type(value) is not self.kind:
             raise ConfigError(f"--{dashed(self.name)} must be {ALLOWED[self.kind]}, got {value!r}")
         if self.choices is not None and value not in self.choices:
-            raise ConfigError(f"--{dashed(self.name)} must be one of {', '.join(self.choices)}, got {value!r}")
+            raise ConfigError(
+                f"--{dashed(self.name)} must be one of {', '.join(self.choices)}, got {value!r}"
+            )
         return value
 
     def _read_many(self, values: list[object]) -> tuple[str, ...]:
         # The error does not show the values: they may be API keys.
         texts = [value for value in values if isinstance(value, str)]
         parts = tuple(part.strip() for text in texts for part in text.split(","))
-        if len(texts) < len(values) or not all(part.isprintable() and part and " " not in part for part in parts):
-            raise ConfigError(f"--{dashed(self.name)} must be texts without blanks, comma-separated or in a list")
+        if len(texts) < len(values) or not all(
+            part.isprintable() and part and " " not in part for part in parts
+        ):
+            raise ConfigError(
+                f"--{dashed(self.name)} must be texts without blanks, comma-separated or in a list"
+            )
         return parts
 
 
@@ -96,7 +117,8 @@ def dashed(name: str) -> str:
 
 
 def suggest(name: str, names: Iterable[str]) -> str:
-    """The end of an error about `name`: "; " and the advice in peers.py or the most similar known names; "" if there are none."""
+    """The end of an error about `name`: "; " and the advice in peers.py or the most similar known names; ""
+    if there are none."""
     if (instead := INSTEAD.get(dashed(name.lstrip("-")))) is not None:
         return f"; {instead}"
     near = get_close_matches(name, list(names), n=3, cutoff=0.6)
@@ -110,7 +132,9 @@ def all_options(sections: Sections = SECTIONS) -> list[Option]:
         hints = get_type_hints(config)
         for field in fields(config):
             assert field.default is not MISSING, f"{config.__name__}.{field.name} has no default"
-            kinds = [kind for kind in get_args(hints[field.name]) or (hints[field.name],) if kind is not NoneType]
+            kinds = [
+                kind for kind in get_args(hints[field.name]) or (hints[field.name],) if kind is not NoneType
+            ]
             many, meta = Ellipsis in kinds, field.metadata
             optional = len(get_args(hints[field.name])) > 1 and not many
             what = (meta["help"], meta["aliases"], meta["choices"], many)
@@ -127,16 +151,26 @@ class Switch(argparse.BooleanOptionalAction):
         self.option_strings = [name for name in self.option_strings if not name.startswith("--no-no-")]
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, option_string in self._on)
 
 
-def add_options(parser: argparse.ArgumentParser, sections: Sections = SECTIONS, only: Collection[str] | None = None) -> None:
-    """One group per section, of the fields in `only` where that is given. Values stay text; options that are not given are absent from
-    the namespace."""
+def add_options(
+    parser: argparse.ArgumentParser, sections: Sections = SECTIONS, only: Collection[str] | None = None
+) -> None:
+    """One group per section, of the fields in `only` where that is given. Values stay text; options that are
+    not given are absent from the namespace."""
     for section in sections:
-        options = [option for option in all_options({section: sections[section]}) if only is None or option.name in only]
+        options = [
+            option
+            for option in all_options({section: sections[section]})
+            if only is None or option.name in only
+        ]
         group = parser.add_argument_group(f"{section} options")
         for option in options:
             flags = [f"--{spelling}" for spelling in option.spellings]
@@ -146,8 +180,14 @@ def add_options(parser: argparse.ArgumentParser, sections: Sections = SECTIONS, 
             kind |= {"action": "append"} if option.many else {}
             group.add_argument(*flags, dest=option.name, default=argparse.SUPPRESS, help=text, **kind)
     both = parser.add_argument_group("several options at once")
-    both.add_argument("--config", metavar="FILE", help="YAML file with the same keys; the command line overrides it")
-    both.add_argument("--speculative-config", metavar="JSON", help=f"an object with {', '.join(SPECULATIVE_KEYS)}; null: none")
+    both.add_argument(
+        "--config", metavar="FILE", help="YAML file with the same keys; the command line overrides it"
+    )
+    both.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        help=f"an object with {', '.join(SPECULATIVE_KEYS)}; null: none",
+    )
 
 
 def given(arguments: argparse.Namespace) -> Values:
@@ -191,7 +231,8 @@ def read_file(path: str) -> Values:
 
 
 def from_tree(tree: Mapping[object, object]) -> Values:
-    """The options of a YAML file, nested or not. `model` is both a section and an option: it is the section if it is a mapping."""
+    """The options of a YAML file, nested or not. `model` is both a section and an option: it is the section
+    if it is a mapping."""
     options = all_options()
     values: Values = {}
     for key, value in tree.items():
@@ -218,15 +259,20 @@ def from_keys(tree: Mapping[object, object], options: list[Option], where: str) 
 
 
 def merge(values: Values, more: Values) -> None:
-    """Adds `more`. Raises ConfigError for an option that is given twice in one place, under two of its names."""
+    """Adds `more`. Raises ConfigError for an option that is given twice in one place, under two of its
+    names."""
     for name, value in more.items():
         if name in values:
-            raise ConfigError(f"{dashed(name)} is given twice{'' if isinstance(value, tuple) else f': {values[name]!r} and {value!r}'}")
+            raise ConfigError(
+                f"{dashed(name)} is given "
+                f"twice{'' if isinstance(value, tuple) else f': {values[name]!r} and {value!r}'}"
+            )
         values[name] = value
 
 
 def speculative(value: object, options: Mapping[str, Option]) -> Values:
-    """`{"method": "mtp", "num_speculative_tokens": 3}`, as text or parsed. null and {} turn speculation off."""
+    """`{"method": "mtp", "num_speculative_tokens": 3}`, as text or parsed. null and {} turn speculation
+    off."""
     if isinstance(value, str):
         import json
 

@@ -22,7 +22,8 @@ ONE_LINE = {9: "⇥", 10: "⏎"}
 
 
 class Painter:
-    """`console` writes to standard output. `keep` leaves rejected tokens in the text instead of erasing them."""
+    """`console` writes to standard output. `keep` leaves rejected tokens in the text instead of erasing
+    them."""
 
     def __init__(self, console: Console, keep: bool = False) -> None:
         self._console = console
@@ -68,7 +69,8 @@ class Painter:
         if self._keep:
             self._write(text, REJECTED)
             return
-        # Only one line can be erased, so text that would wrap is cut; the last column stays free, because terminals differ in wrapping.
+        # Only one line can be erased, so text that would wrap is cut; the last column stays free, because
+        # terminals differ in wrapping.
         room = self._console.width - 1 - self._column
         shown = text if cell_len(text) <= room else set_cell_size(text, max(0, room))
         if shown:

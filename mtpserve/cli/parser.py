@@ -1,4 +1,5 @@
-"""argparse, but underscores are dashes, an option may be abbreviated to a unique prefix, and an error is a ConfigError."""
+"""argparse, but underscores are dashes, an option may be abbreviated to a unique prefix, and an error is a
+ConfigError."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def _joined(self, arguments: Sequence[str]) -> Sequence[str]:
-        """As vLLM writes an object's members: `--x.a 1 --x.b.c=text --x.d+ 2` becomes `--x={"a": 1, "b": {"c": "text"}, "d": [2]}`. A `--x`
-        with JSON is a part of it."""
+        """As vLLM writes an object's members: `--x.a 1 --x.b.c=text --x.d+ 2` becomes `--x={"a": 1, "b":
+        {"c": "text"}, "d": [2]}`. A `--x` with JSON is a part of it."""
         if not any(map(MEMBER.fullmatch, arguments)):
             return arguments
         rest: list[str] = []
@@ -46,7 +47,10 @@ class Parser(argparse.ArgumentParser):
                 put(objects.setdefault(name, {}), path.split("."), value_of(text), argument.partition("=")[0])
             else:
                 rest.append(argument)
-        return [*self._without(rest, objects), *(f"{name}={json.dumps(members)}" for name, members in objects.items())]
+        return [
+            *self._without(rest, objects),
+            *(f"{name}={json.dumps(members)}" for name, members in objects.items()),
+        ]
 
     def _object(self, flag: str) -> str:
         """The option that takes an object, by its first name."""
@@ -86,7 +90,8 @@ class Parser(argparse.ArgumentParser):
         wanted, actions = flag.replace("_", "-"), self._option_string_actions
         if wanted in actions:
             return wanted
-        longer = {actions[name].dest: name for name in reversed(actions) if name.startswith(wanted)}  # each option's first name
+        # each option's first name
+        longer = {actions[name].dest: name for name in reversed(actions) if name.startswith(wanted)}
         if len(longer) > 1:
             raise ConfigError(f"{flag} could be {' or '.join(sorted(longer.values()))}")
         if not longer:

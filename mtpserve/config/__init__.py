@@ -1,4 +1,5 @@
-"""Everything that can be configured, as frozen dataclasses: the command line, YAML files and `LLM(...)` all fill these."""
+"""Everything that can be configured, as frozen dataclasses: the command line, YAML files and `LLM(...)` all
+fill these."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Options of nodes of which one kind computes prompts and another kind the text after them. The names are SGLang's; vLLM's
-`--kv-transfer-config` says the same."""
+"""Options of nodes of which one kind computes prompts and another kind the text after them. The names are
+SGLang's; vLLM's `--kv-transfer-config` says the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}  
 CONNECTOR = "NixlConnector"
 # vLLM's other fields: they say something about its own buffers, or the same as an option of ours.
 IGNORED = (
-    "engine_id", "kv_buffer_device", "kv_buffer_size", "kv_connector_extra_config", "kv_load_failure_policy", "kv_parallel_size", "kv_rank",
+    "engine_id", "kv_buffer_device", "kv_buffer_size", "kv_connector_extra_config", "kv_load_failure_policy",
+    "kv_parallel_size", "kv_rank",
     "enable_permute_local_kv",
 )  # fmt: skip
 
@@ -26,33 +27,50 @@ IGNORED = (
 class DisaggregationConfig:
     disaggregation_mode: str = option(
         "null",
-        "prefill: computes prompts and keeps their pages for decode nodes; decode: gets pages from prefill nodes; null: neither",
+        "prefill: computes prompts and keeps their pages for decode nodes; decode: gets pages from "
+        "prefill nodes; null: neither",
         choices=("null", "none", "prefill", "decode"),
     )
-    disaggregation_bootstrap_port: int = option(8998, "port of a prefill node for pages; of several engines the first one's; 0: a free one")
-    disaggregation_host: str = option("127.0.0.1", "address on which a prefill node offers pages, and which it names to decode nodes")
+    disaggregation_bootstrap_port: int = option(
+        8998, "port of a prefill node for pages; of several engines the first one's; 0: a free one"
+    )
+    disaggregation_host: str = option(
+        "127.0.0.1", "address on which a prefill node offers pages, and which it names to decode nodes"
+    )
     disaggregation_peers: tuple[str, ...] = option(
-        ("127.0.0.1", "localhost", "::1"), "prefill nodes' hosts, as requests name them, from which a decode node takes pages; *: any"
+        ("127.0.0.1", "localhost", "::1"),
+        "prefill nodes' hosts, as requests name them, from which a decode node takes pages; *: any",
     )
     disaggregation_transfer_backend: str = option(
         "auto",
-        "how pages travel: shm: through memory that nodes of one machine share; tcp; nixl (pip install nixl-cu12) with nodes that have it, "
+        "how pages travel: shm: through memory that nodes of one machine share; tcp; nixl (pip "
+        "install nixl-cu12) with nodes that have it, "
         "else tcp; auto: shm where that is possible, else tcp",
         choices=("auto", "shm", "tcp", "nixl"),
     )
-    disaggregation_lease: float = option(60.0, "seconds for which a prefill node keeps a prompt's pages for a decode node")
+    disaggregation_lease: float = option(
+        60.0, "seconds for which a prefill node keeps a prompt's pages for a decode node"
+    )
     disaggregation_timeout: float = option(
-        120.0, "seconds for which a decode node waits for pages that a prefill node is to compute; then it computes them itself"
+        120.0,
+        "seconds for which a decode node waits for pages that a prefill node is to compute; then it "
+        "computes them itself",
     )
     kv_transfer_config: str | None = option(
         None,
-        'vLLM\'s form of these options: JSON, like {"kv_connector": "NixlConnector", "kv_role": "kv_both"}; kv_both: both kinds of node',
+        'vLLM\'s form of these options: JSON, like {"kv_connector": "NixlConnector", "kv_role": '
+        '"kv_both"}; kv_both: both kinds of node',
     )
 
     def __post_init__(self) -> None:
         port, host = self.disaggregation_bootstrap_port, self.disaggregation_host
         check(0 <= port < 65536, "disaggregation_bootstrap_port", port, "in [0, 65535]")
-        check(not _is_any(host), "disaggregation_host", host, "an address that decode nodes reach, not that of all interfaces")
+        check(
+            not _is_any(host),
+            "disaggregation_host",
+            host,
+            "an address that decode nodes reach, not that of all interfaces",
+        )
         for name in ("disaggregation_lease", "disaggregation_timeout"):
             check(0 < getattr(self, name) <= 3600, name, getattr(self, name), "in (0, 3600]")
         is_enabled = self.disaggregation_mode not in ("null", "none")
@@ -77,17 +95,26 @@ class DisaggregationConfig:
         check(isinstance(values, dict), "kv_transfer_config", text, "a JSON object")
         connector, role = values.get("kv_connector"), values.get("kv_role")
         if connector != CONNECTOR:
-            raise ConfigError(f"--kv-transfer-config: kv_connector must be {CONNECTOR}, got {connector!r}; or use --disaggregation-mode")
+            raise ConfigError(
+                f"--kv-transfer-config: kv_connector must be {CONNECTOR}, got {connector!r}; or use "
+                f"--disaggregation-mode"
+            )
         if role not in ROLES:
             raise ConfigError(f"--kv-transfer-config: kv_role must be {', '.join(ROLES)}, got {role!r}")
         if not isinstance(values.get("kv_ip", ""), str) or _is_any(values.get("kv_ip", "")):
-            raise ConfigError(f"--kv-transfer-config: kv_ip must be an address that decode nodes reach, got {values['kv_ip']!r}")
+            raise ConfigError(
+                f"--kv-transfer-config: kv_ip must be an address that decode nodes reach, got "
+                f"{values['kv_ip']!r}"
+            )
         port = values.get("kv_port", 0)
         if type(port) is not int or not 0 <= port < 65536:
             raise ConfigError(f"--kv-transfer-config: kv_port must be in [0, 65535], got {port!r}")
         for name in values:
             if name not in ("kv_connector", "kv_role", "kv_ip", "kv_port", *IGNORED):
-                raise ConfigError(f"unknown key {name!r} in --kv-transfer-config; accepted: kv_connector, kv_role, kv_ip, kv_port")
+                raise ConfigError(
+                    f"unknown key {name!r} in --kv-transfer-config; accepted: kv_connector, "
+                    f"kv_role, kv_ip, kv_port"
+                )
         return dict(values)
 
     @property
@@ -114,7 +141,12 @@ class DisaggregationConfig:
     def port(self, engine: int) -> int:
         """Of one of several engines."""
         port = int(self.transfer.get("kv_port", self.disaggregation_bootstrap_port))
-        check(port + engine < 65536, "disaggregation_bootstrap_port", port, "a port with ports after it for all engines")
+        check(
+            port + engine < 65536,
+            "disaggregation_bootstrap_port",
+            port,
+            "a port with ports after it for all engines",
+        )
         return port and port + engine
 
     def trusts(self, host: str) -> bool:

@@ -1,7 +1,7 @@
 """The draft models, by their names in --speculative-algorithm. Each is one file and one line here.
 
-SGLang and vLLM have several names for drafting with the checkpoint's own MTP layer, and EAGLE is one of them where no head is named.
-n-grams have no model: see spec/draft/ngram.
+SGLang and vLLM have several names for drafting with the checkpoint's own MTP layer, and EAGLE is one of them
+where no head is named. n-grams have no model: see spec/draft/ngram.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ MTP = "mtp"
 
 
 def source_name(drafter: str | None, path: str | None) -> str:
-    """Of a draft model in traces and metrics: `mtp` for the checkpoint's own layer, else the first of its algorithm's names. `path`: of the
-    draft model."""
+    """Of a draft model in traces and metrics: `mtp` for the checkpoint's own layer, else the first of its
+    algorithm's names. `path`: of the draft model."""
     if drafter is None or DRAFTERS.get(drafter).in_checkpoint(path):
         return MTP
-    return next(name for name, target in DRAFTERS.entries.items() if target == DRAFTERS.entries[drafter]).lower()
+    return next(
+        name for name, target in DRAFTERS.entries.items() if target == DRAFTERS.entries[drafter]
+    ).lower()
 
 
-SEPARATE = ("EAGLE3", "MEDUSA", "DFLASH", "STANDALONE", "DRAFT_MODEL")  # those that are only published apart from the model
+# those that are only published apart from the model
+SEPARATE = ("EAGLE3", "MEDUSA", "DFLASH", "STANDALONE", "DRAFT_MODEL")
 BLOCKS = ("DFLASH",)  # those that compute a block of drafts in one pass, and store all of its rows

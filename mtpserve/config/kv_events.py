@@ -1,4 +1,5 @@
-"""What `--kv-events-config` says: how events of the prefix cache are published. The fields are vLLM's; SGLang has most of them, too."""
+"""What `--kv-events-config` says: how events of the prefix cache are published. The fields are vLLM's; SGLang
+has most of them, too."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ ALLOWED = {
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens in the events are those of prompts and outputs, so it listens on this machine alone where no endpoint is given; vLLM's
-    default is tcp://*:5557."""
+    """The tokens in the events are those of prompts and outputs, so it listens on this machine alone where no
+    endpoint is given; vLLM's default is tcp://*:5557."""
 
     enable_kv_cache_events: bool = True
     publisher: Literal["zmq", "null"] = "zmq"
@@ -70,13 +71,18 @@ def moved(endpoint: str, engine: int) -> str:
     host, _, port = endpoint.rpartition(":")
     if port in ("*", "0"):
         return endpoint
-    check(int(port) + engine < 65536, "kv_events_config", endpoint, "an endpoint with ports after it for all engines")
+    check(
+        int(port) + engine < 65536,
+        "kv_events_config",
+        endpoint,
+        "an endpoint with ports after it for all engines",
+    )
     return f"{host}:{int(port) + engine}"
 
 
 def listens(endpoint: str) -> bool:
-    """As in vLLM: an endpoint with * or ::, or in the file system, is listened on, another machine's is connected to. Unlike there,
-    this machine's own loopback addresses are listened on."""
+    """As in vLLM: an endpoint with * or ::, or in the file system, is listened on, another machine's is
+    connected to. Unlike there, this machine's own loopback addresses are listened on."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://") or is_local(endpoint)
 
 

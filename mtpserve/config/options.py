@@ -1,5 +1,5 @@
-"""What an option is: a field of a frozen dataclass. Its metadata: `help`, `aliases` (other names, SGLang's and vLLM's among them, without
-the leading dashes), `choices`."""
+"""What an option is: a field of a frozen dataclass. Its metadata: `help`, `aliases` (other names, SGLang's
+and vLLM's among them, without the leading dashes), `choices`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from mtpserve.core.errors import ConfigError
 USUAL_PAGE = 16  # tokens, where nobody asks for another
 
 
-def option(default: Any, help: str, *aliases: str, choices: tuple[str, ...] | None = None, secret: bool = False) -> Any:
-    return field(default=default, metadata={"help": help, "aliases": aliases, "choices": choices, "secret": secret})
+def option(
+    default: Any, help: str, *aliases: str, choices: tuple[str, ...] | None = None, secret: bool = False
+) -> Any:
+    return field(
+        default=default, metadata={"help": help, "aliases": aliases, "choices": choices, "secret": secret}
+    )
 
 
 def check(good: bool, name: str, value: object, allowed: str) -> None:

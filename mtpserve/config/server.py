@@ -16,12 +16,15 @@ DIALECTS = ("sglang", "vllm")  # whose names for metrics can be offered too
 AUTO, NONE = "auto", "none"
 # The names in text/parsers/registry.py, which this layer cannot import; a test compares them.
 TOOL_CALL_PARSERS = (
-    AUTO, NONE, "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4",
-    "ernie45", "glm", "glm45", "glm47", "gpt-oss", "granite4", "hermes", "lfm2", "llama3", "llama3_json", "llama4_pythonic", "mimo",
+    AUTO, NONE, "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseekv3", "deepseekv31",
+    "deepseekv32", "deepseekv4",
+    "ernie45", "glm", "glm45", "glm47", "gpt-oss", "granite4", "hermes", "lfm2", "llama3", "llama3_json",
+    "llama4_pythonic", "mimo",
     "mistral", "openai", "pythonic", "qwen", "qwen25", "qwen3_coder", "qwen3_xml", "step3p5",
 )  # fmt: skip
 REASONING_PARSERS = (
-    AUTO, NONE, "deepseek-r1", "deepseek-v3", "deepseek_r1", "deepseek_v3", "ernie45", "glm45", "gpt-oss", "mimo", "openai_gptoss", "qwen3",
+    AUTO, NONE, "deepseek-r1", "deepseek-v3", "deepseek_r1", "deepseek_v3", "ernie45", "glm45", "gpt-oss",
+    "mimo", "openai_gptoss", "qwen3",
     "qwen3-thinking", "step3p5",
 )  # fmt: skip
 
@@ -31,51 +34,97 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(30000, "port to listen on; 0 takes a free one")
     api_key: tuple[str, ...] = option(
-        (), "keys of the API, comma-separated or given several times; visible to ps, unlike --api-key-file", secret=True
+        (),
+        "keys of the API, comma-separated or given several times; visible to ps, unlike --api-key-file",
+        secret=True,
     )
     api_key_file: str | None = option(None, "file with keys of the API, one per line")
-    admin_api_key: tuple[str, ...] = option((), "keys of the management routes (default: --api-key's)", secret=True)
+    admin_api_key: tuple[str, ...] = option(
+        (), "keys of the management routes (default: --api-key's)", secret=True
+    )
     admin_api_key_file: str | None = option(None, "file with keys of the management routes, one per line")
-    allowed_origins: tuple[str, ...] = option((), "origins whose pages may call the API from a browser; *: any (default: none)")
+    allowed_origins: tuple[str, ...] = option(
+        (), "origins whose pages may call the API from a browser; *: any (default: none)"
+    )
     root_path: str = option(
-        "", "path, like /api, under which a proxy offers the server, whether it leaves it in or not", "fastapi-root-path"
+        "",
+        "path, like /api, under which a proxy offers the server, whether it leaves it in or not",
+        "fastapi-root-path",
     )
     ssl_keyfile: str | None = option(None, "private key, for HTTPS")
     ssl_keyfile_password: str | None = option(None, "what the private key is encrypted with", secret=True)
     ssl_certfile: str | None = option(None, "certificate chain, for HTTPS")
-    ssl_ca_certs: str | None = option(None, "CA certificates; clients must then present a certificate that one of them has signed")
+    ssl_ca_certs: str | None = option(
+        None, "CA certificates; clients must then present a certificate that one of them has signed"
+    )
     max_request_bytes: int = option(8 << 20, "bytes in a request's body; more are refused with 413")
-    queue_timeout: float | None = option(None, "seconds that a request may wait for its first token; then 503")
-    request_timeout: float | None = option(None, "seconds that a request may take; then 408, or an error in its stream")
+    queue_timeout: float | None = option(
+        None, "seconds that a request may wait for its first token; then 503"
+    )
+    request_timeout: float | None = option(
+        None, "seconds that a request may take; then 408, or an error in its stream"
+    )
     read_timeout: float = option(60.0, "seconds in which a client must have sent its whole request")
-    write_timeout: float = option(60.0, "seconds for which a client may leave its response unread before the connection is closed")
-    sse_keep_alive_interval: float = option(0.0, "seconds without an event after which a stream gets a comment; 0: never")
+    write_timeout: float = option(
+        60.0, "seconds for which a client may leave its response unread before the connection is closed"
+    )
+    sse_keep_alive_interval: float = option(
+        0.0, "seconds without an event after which a stream gets a comment; 0: never"
+    )
     max_logprobs: int = option(
-        MAX_LOGPROBS, "alternatives whose log-probabilities a request may ask for with each token; -1: the whole vocabulary"
+        MAX_LOGPROBS,
+        "alternatives whose log-probabilities a request may ask for with each token; -1: the whole "
+        "vocabulary",
     )
     enable_force_include_usage: bool = option(
-        False, "end every stream of completions and chats with its usage", "stream-response-default-include-usage"
+        False,
+        "end every stream of completions and chats with its usage",
+        "stream-response-default-include-usage",
     )
-    return_tokens_as_token_ids: bool = option(False, "name tokens by their ids in log-probabilities, unless a request says otherwise")
-    enable_tokenizer_info_endpoint: bool = option(False, "offer GET /tokenizer_info: the tokenizer's configuration and the chat template")
+    return_tokens_as_token_ids: bool = option(
+        False, "name tokens by their ids in log-probabilities, unless a request says otherwise"
+    )
+    enable_tokenizer_info_endpoint: bool = option(
+        False, "offer GET /tokenizer_info: the tokenizer's configuration and the chat template"
+    )
     log_requests: bool = option(False, "log requests, including their prompts", "enable-log-requests")
-    log_level: str = option("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
-    log_interval: float = option(5.0, "seconds between two lines of statistics while requests run; 0: none", "decode-log-interval-seconds")
-    drain_timeout: float = option(30.0, "seconds that SIGTERM gives running requests to finish", "shutdown-timeout")
+    log_level: str = option(
+        "info", "debug, info, warning or error", choices=("debug", "info", "warning", "error")
+    )
+    log_interval: float = option(
+        5.0,
+        "seconds between two lines of statistics while requests run; 0: none",
+        "decode-log-interval-seconds",
+    )
+    drain_timeout: float = option(
+        30.0, "seconds that SIGTERM gives running requests to finish", "shutdown-timeout"
+    )
     drain_delay: float = option(
-        0.0, "seconds after SIGTERM in which /health says 503 and requests are still taken: so long routers have to send them elsewhere"
+        0.0,
+        "seconds after SIGTERM in which /health says 503 and requests are still taken: so long "
+        "routers have to send them elsewhere",
     )
     enable_metrics: bool = option(False, "offer /metrics: has no effect, it is always offered")
-    metrics_compat: str | None = option(None, "offer the metrics under the names of these engines too: sglang, vllm, or sglang,vllm")
+    metrics_compat: str | None = option(
+        None, "offer the metrics under the names of these engines too: sglang, vllm, or sglang,vllm"
+    )
     profile_dir: str | None = option(
-        None, "directory for the traces of /start_profile (default: VLLM_TORCH_PROFILER_DIR or SGLANG_TORCH_PROFILER_DIR)"
+        None,
+        "directory for the traces of /start_profile (default: VLLM_TORCH_PROFILER_DIR or "
+        "SGLANG_TORCH_PROFILER_DIR)",
     )
     tool_call_parser: str = option(
-        AUTO, "how the model writes tool calls, for tool_choice auto; auto: as its template or its family does", choices=TOOL_CALL_PARSERS
+        AUTO,
+        "how the model writes tool calls, for tool_choice auto; auto: as its template or its family does",
+        choices=TOOL_CALL_PARSERS,
     )
-    enable_auto_tool_choice: bool = option(False, "has no effect: it is enabled where --tool-call-parser is not none")
+    enable_auto_tool_choice: bool = option(
+        False, "has no effect: it is enabled where --tool-call-parser is not none"
+    )
     default_chat_template_kwargs: str | None = option(
-        None, 'defaults of the chat template\'s variables, which a request may override: JSON, like {"enable_thinking": false}'
+        None,
+        "defaults of the chat template's variables, which a request may override: JSON, like "
+        '{"enable_thinking": false}',
     )
     reasoning_parser: str = option(
         AUTO,
@@ -85,23 +134,57 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
-        check(-1 <= self.max_logprobs <= MAX_COUNT, "max_logprobs", self.max_logprobs, "at least 0, or -1 for the whole vocabulary")
-        check(not self.root_path or bool(ROOT_PATH.fullmatch(self.root_path)), "root_path", self.root_path, "a path like /api")
+        check(
+            -1 <= self.max_logprobs <= MAX_COUNT,
+            "max_logprobs",
+            self.max_logprobs,
+            "at least 0, or -1 for the whole vocabulary",
+        )
+        check(
+            not self.root_path or bool(ROOT_PATH.fullmatch(self.root_path)),
+            "root_path",
+            self.root_path,
+            "a path like /api",
+        )
         check(self.log_interval >= 0, "log_interval", self.log_interval, "at least 0")
         check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "at least 0")
         check(self.drain_delay >= 0, "drain_delay", self.drain_delay, "at least 0")
-        is_valid = set(self.dialects) <= set(DIALECTS) and (self.metrics_compat is None or bool(self.dialects))
+        is_valid = set(self.dialects) <= set(DIALECTS) and (
+            self.metrics_compat is None or bool(self.dialects)
+        )
         check(is_valid, "metrics_compat", self.metrics_compat, "sglang, vllm or sglang,vllm")
         check(self.max_request_bytes >= 1, "max_request_bytes", self.max_request_bytes, "at least 1")
-        check(self.sse_keep_alive_interval >= 0, "sse_keep_alive_interval", self.sse_keep_alive_interval, "at least 0")
+        check(
+            self.sse_keep_alive_interval >= 0,
+            "sse_keep_alive_interval",
+            self.sse_keep_alive_interval,
+            "at least 0",
+        )
         _ = self.template_kwargs
         wanted = self.tool_call_parser != NONE or not self.enable_auto_tool_choice
         check(wanted, "enable_auto_tool_choice", True, "left out with --tool-call-parser none")
         for name in ("queue_timeout", "request_timeout", "read_timeout", "write_timeout"):
-            check(getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "above 0")
-        check((self.ssl_keyfile is None) == (self.ssl_certfile is None), "ssl_keyfile", self.ssl_keyfile, "given with --ssl-certfile")
-        check(self.ssl_keyfile_password is None or self.ssl_keyfile is not None, "ssl_keyfile", None, "given with --ssl-keyfile-password")
-        check(self.ssl_ca_certs is None or self.ssl_certfile is not None, "ssl_ca_certs", self.ssl_ca_certs, "given with --ssl-certfile")
+            check(
+                getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "above 0"
+            )
+        check(
+            (self.ssl_keyfile is None) == (self.ssl_certfile is None),
+            "ssl_keyfile",
+            self.ssl_keyfile,
+            "given with --ssl-certfile",
+        )
+        check(
+            self.ssl_keyfile_password is None or self.ssl_keyfile is not None,
+            "ssl_keyfile",
+            None,
+            "given with --ssl-keyfile-password",
+        )
+        check(
+            self.ssl_ca_certs is None or self.ssl_certfile is not None,
+            "ssl_ca_certs",
+            self.ssl_ca_certs,
+            "given with --ssl-certfile",
+        )
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -117,8 +200,12 @@ class ServerConfig:
     @property
     def dialects(self) -> tuple[str, ...]:
         """The members of DIALECTS whose names for metrics are offered too."""
-        return tuple(dict.fromkeys(part.strip() for part in (self.metrics_compat or "").split(",") if part.strip()))
+        return tuple(
+            dict.fromkeys(part.strip() for part in (self.metrics_compat or "").split(",") if part.strip())
+        )
 
     def public(self) -> dict[str, Any]:
         """The values of all options that are not secret."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.metadata["secret"]}
+        return {
+            entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.metadata["secret"]
+        }

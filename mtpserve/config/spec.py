@@ -9,10 +9,12 @@ from mtpserve.config.options import check, option
 
 # Without an algorithm they are the default drafter's: an error where there is none.
 NEED_DRAFTER = (
-    "speculative_num_steps", "speculative_num_draft_tokens", "speculative_draft_model_path", "speculative_eagle_topk",
+    "speculative_num_steps", "speculative_num_draft_tokens", "speculative_draft_model_path",
+    "speculative_eagle_topk",
     "speculative_token_map", "speculative_synthetic_acceptance", "speculative_disable_by_batch_size",
 )  # fmt: skip
-AUTO, NONE = "auto", "none"  # values of --speculative-algorithm: the model's own MTP layer if it has one; plain decoding
+# values of --speculative-algorithm: the model's own MTP layer if it has one; plain decoding
+AUTO, NONE = "auto", "none"
 MAX_ROWS = 56  # a request's nodes, the free drafts included, are bits of one 64-bit number
 
 
@@ -20,91 +22,146 @@ MAX_ROWS = 56  # a request's nodes, the free drafts included, are bits of one 64
 class SpecConfig:
     speculative_algorithm: str | None = option(
         None,
-        "MTP or NEXTN: draft with the checkpoint's own MTP layer; EAGLE: the same, or with the head in --speculative-draft-model-path; "
-        "EAGLE3, MEDUSA, DFLASH, STANDALONE: with the head or model there; NGRAM: look up earlier occurrences, needs no model; "
-        "MTP+NGRAM, EAGLE3+NGRAM and so on: both in one tree; none: plain decoding (default: auto: MTP where the checkpoint has an "
+        "MTP or NEXTN: draft with the checkpoint's own MTP layer; EAGLE: the same, or with the head "
+        "in --speculative-draft-model-path; "
+        "EAGLE3, MEDUSA, DFLASH, STANDALONE: with the head or model there; NGRAM: look up earlier "
+        "occurrences, needs no model; "
+        "MTP+NGRAM, EAGLE3+NGRAM and so on: both in one tree; none: plain decoding (default: auto: "
+        "MTP where the checkpoint has an "
         "MTP layer that can be used, else none)",
         "speculative-algo",
         "spec-method",
     )
     speculative_num_steps: int | None = option(
-        None, "depth of the drafts, 0 to 7 (default: 3, and no more than MTP layers where each depth has its own)",
+        None, "depth of the drafts, 0 to 7 (default: 3, and no more than MTP layers where each depth has "
+"its own)",
         "num-speculative-tokens", "spec-tokens", "max-draft-len", "spec-draft-n-max",
     )  # fmt: skip
-    speculative_eagle_topk: int | None = option(None, "branches per draft step, 1 to 8; 1 is a chain (default: 1)")
-    speculative_num_draft_tokens: int | None = option(
-        None, f"rows verified per request, at most {MAX_ROWS}: drafts + 1 (default: num-steps * topk + 1, for a chain always)"
+    speculative_eagle_topk: int | None = option(
+        None, "branches per draft step, 1 to 8; 1 is a chain (default: 1)"
     )
-    speculative_adaptive: bool = option(True, "draft as deep as pays at the time, from 0 to the depth given; off: always as deep as that")
+    speculative_num_draft_tokens: int | None = option(
+        None,
+        f"rows verified per request, at most {MAX_ROWS}: drafts + 1 (default: num-steps * topk + 1, "
+        f"for a chain always)",
+    )
+    speculative_adaptive: bool = option(
+        True, "draft as deep as pays at the time, from 0 to the depth given; off: always as deep as that"
+    )
     speculative_disable_by_batch_size: int | None = option(
-        None, "do not draft while more requests run than this; sampled text may then depend on the load (default: always draft)",
+        None, "do not draft while more requests run than this; sampled text may then depend on the load "
+"(default: always draft)",
         "max-concurrency",
     )  # fmt: skip
     speculative_draft_model_path: str | None = option(
         None,
-        "directory or id of a separately published NextN layer, head or draft model (default: the model's own MTP layer)",
+        "directory or id of a separately published NextN layer, head or draft model (default: the "
+"model's own MTP layer)",
         "speculative-draft-model", "spec-model",
     )  # fmt: skip
     speculative_draft_model_quantization: str = option(
         "auto",
-        "the draft model's layer and head, on a CPU: int8, lossless as all drafting, none, or auto: int8 where it drafts faster",
+        "the draft model's layer and head, on a CPU: int8, lossless as all drafting, none, or auto: "
+        "int8 where it drafts faster",
         choices=("auto", "int8", "none"),
     )
     speculative_token_map: str | None = option(
-        None, "file of the draft head's vocabulary, made by `mtpserve inspect --token-map`: a smaller head drafts faster (default: all)"
+        None,
+        "file of the draft head's vocabulary, made by `mtpserve inspect --token-map`: a smaller "
+        "head drafts faster (default: all)",
     )
     speculative_accept_threshold_single: float = option(
-        1.0, "LOSSY below 1: accept a draft whose own probability is at least this; the output is then not the model's"
+        1.0,
+        "LOSSY below 1: accept a draft whose own probability is at least this; the output is then "
+        "not the model's",
     )
     speculative_accept_threshold_acc: float = option(
-        1.0, "LOSSY below 1: accept one of a node's drafts with min(1, their probability / this); the output is then not the model's"
+        1.0,
+        "LOSSY below 1: accept one of a node's drafts with min(1, their probability / this); the "
+        "output is then not the model's",
     )
     speculative_synthetic_acceptance: str | None = option(
         None,
-        "NOT FOR SERVING: accept drafts at random by this curve, for measurements: a published one (glm-5.2-mtp, deepseek-r1-mtp, …), "
+        "NOT FOR SERVING: accept drafts at random by this curve, for measurements: a published one "
+        "(glm-5.2-mtp, deepseek-r1-mtp, …), "
         "acceptance lengths of 1, 2, … drafts (1.84,2.50,2.99), or a JSON file of them",
     )
     speculative_exact: bool = option(
-        False, "greedy output bitwise equal to plain decoding's, in bfloat16 too; always so with a CPU's own kernels, elsewhere slower"
+        False,
+        "greedy output bitwise equal to plain decoding's, in bfloat16 too; always so with a CPU's "
+        "own kernels, elsewhere slower",
     )
 
     def __post_init__(self) -> None:
-        algorithm, steps, rows = self.speculative_algorithm, self.speculative_num_steps, self.speculative_num_draft_tokens
+        algorithm, steps, rows = (
+            self.speculative_algorithm,
+            self.speculative_num_steps,
+            self.speculative_num_draft_tokens,
+        )
         topk, max_bs = self.speculative_eagle_topk, self.speculative_disable_by_batch_size
         is_known = all(part in (*DRAFTERS.entries, "NGRAM") for part in self.parts)
         apart = is_known and len(self.parts) == (self.drafter is not None) + self.ngram
-        names = f"{AUTO}, {NONE}, {', '.join(DRAFTERS.entries)}, NGRAM, or a draft model and NGRAM, like MTP+NGRAM"
+        names = (
+            f"{AUTO}, {NONE}, {', '.join(DRAFTERS.entries)}, NGRAM, or a draft model and NGRAM, like "
+            f"MTP+NGRAM"
+        )
         check(apart, "speculative_algorithm", algorithm, names)
         for name in self.asked if self.named and not self.parts else ():
             check(False, name, getattr(self, name), "left out with --speculative-algorithm none")
         path = self.speculative_draft_model_path
-        check(path is not None or self.drafter not in SEPARATE, "speculative_draft_model_path", path, f"the draft model of {algorithm}")
+        check(
+            path is not None or self.drafter not in SEPARATE,
+            "speculative_draft_model_path",
+            path,
+            f"the draft model of {algorithm}",
+        )
         check(steps is None or 0 <= steps <= 7, "speculative_num_steps", steps, "in [0, 7]")
         check(topk is None or 1 <= topk <= 8, "speculative_eagle_topk", topk, "in [1, 8]")
-        check(rows is None or 1 <= rows <= MAX_ROWS, "speculative_num_draft_tokens", rows, f"in [1, {MAX_ROWS}]")
+        check(
+            rows is None or 1 <= rows <= MAX_ROWS, "speculative_num_draft_tokens", rows, f"in [1, {MAX_ROWS}]"
+        )
         check(max_bs is None or max_bs >= 1, "speculative_disable_by_batch_size", max_bs, "at least 1")
-        check(topk in (None, 1) or not self.named or self.drafter is not None, "speculative_eagle_topk", topk, "1 without a draft model")
+        check(
+            topk in (None, 1) or not self.named or self.drafter is not None,
+            "speculative_eagle_topk",
+            topk,
+            "1 without a draft model",
+        )
         if rows is not None and topk in (None, 1):
             check(rows <= 8, "speculative_num_draft_tokens", rows, "at most 8 for a chain")
             wanted = rows if steps is None else steps + 1
-            check(rows == wanted, "speculative_num_draft_tokens", rows, f"num-steps + 1 = {wanted} for a chain")
+            check(
+                rows == wanted, "speculative_num_draft_tokens", rows, f"num-steps + 1 = {wanted} for a chain"
+            )
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             threshold = getattr(self, name)
             check(0 < threshold <= 1, name, threshold, "in (0, 1]")
-            check(threshold == 1 or self.speculative_synthetic_acceptance is None, name, threshold, "1 with synthetic acceptance")
+            check(
+                threshold == 1 or self.speculative_synthetic_acceptance is None,
+                name,
+                threshold,
+                "1 with synthetic acceptance",
+            )
         if self.named:
             tokens = self.speculative_token_map
-            check(tokens is None or self.drafter is not None, "speculative_token_map", tokens, "left out without a draft model")
+            check(
+                tokens is None or self.drafter is not None,
+                "speculative_token_map",
+                tokens,
+                "left out without a draft model",
+            )
 
     @property
     def named(self) -> bool:
-        """What drafts is said, be it nothing; else the model decides, see engine/startup/drafter.py. Until it has, nothing drafts."""
+        """What drafts is said, be it nothing; else the model decides, see engine/startup/drafter.py. Until it
+        has, nothing drafts."""
         return self.speculative_algorithm is not None and self.speculative_algorithm.lower() != AUTO
 
     @property
     def asked(self) -> list[str]:
         """The options that were given and mean something only where something drafts."""
-        return [name for name in NEED_DRAFTER if getattr(self, name) not in (None, 0)]  # no drafts: nobody needs a drafter for that
+        # no drafts: nobody needs a drafter for that
+        return [name for name in NEED_DRAFTER if getattr(self, name) not in (None, 0)]
 
     @property
     def exact(self) -> bool:
@@ -144,7 +201,8 @@ class SpecConfig:
 
     @property
     def checkpoint(self) -> str | None:
-        """Directory or id of a separately published draft layer; None: it is in the model's own checkpoint."""
+        """Directory or id of a separately published draft layer; None: it is in the model's own
+        checkpoint."""
         return self.speculative_draft_model_path
 
     def with_checkpoint(self, directory: str) -> SpecConfig:

@@ -25,7 +25,8 @@ class Source(IntEnum):
 
 
 class Tree(NamedTuple):
-    """Which draft continues which. Node 0 is the last committed token, draft i is node i + 1, a parent comes before its children.
+    """Which draft continues which. Node 0 is the last committed token, draft i is node i + 1, a parent comes
+    before its children.
 
     chain of 3:   0 → 1 → 2 → 3          parents 0 1 2
     tree of 3:    0 → 1 → 3              parents 0 0 1        ancestors of node 3: bits 0, 1 and 3
@@ -33,21 +34,25 @@ class Tree(NamedTuple):
     """
 
     parents: Tensor  # [R, K] int64
-    ancestors: Tensor  # [R, K+1] int64, per node the set of nodes on its path, itself included: bit j for node j
+    # [R, K+1] int64, per node the set of nodes on its path, itself included: bit j for node j
+    ancestors: Tensor
     depths: Tensor  # [R, K+1] int64, the root's is 0
 
 
 class StateCheckpoints(NamedTuple):
     """Of which spans a state is kept in addition."""
 
-    num_tokens: Tensor  # [R] int64, after so many tokens of the request, if the step takes its state past them; 0: nowhere
+    # [R] int64, after so many tokens of the request, if the step takes its state past them; 0: nowhere
+    num_tokens: Tensor
     states: Tensor  # [R] int64, in which of the states that are kept
 
 
 class Batch(NamedTuple):
-    """One step's rows on the device: T rows of R spans. The widest span has K drafts; narrower ones are padded where it says so.
+    """One step's rows on the device: T rows of R spans. The widest span has K drafts; narrower ones are
+    padded where it says so.
 
-    A row's index is its place in the request (`start + i`), which is where its KV goes; for a chain it is the position too.
+    A row's index is its place in the request (`start + i`), which is where its KV goes; for a chain it is the
+    position too.
     """
 
     input_ids: Tensor  # [T] int64
@@ -61,22 +66,26 @@ class Batch(NamedTuple):
     num_draft_tokens: Tensor  # [R] int64, drafts that span r really has; later rows are padding
     last_token_rows: Tensor  # [R] int64, row of the span's last committed token
     sample_rows: Tensor  # [R, K+1] int64, that row and its drafts' rows; short spans repeat their last row
-    samples: Tensor  # [R] int64, 1 where the span reaches the end of what is committed, and the request has not ended
+    # [R] int64, 1 where the span reaches the end of what is committed, and the request has not ended
+    samples: Tensor
     draft_spans: Tensor | None  # [D] int64, spans that may be drafted for; None: all
     req_tensors: RequestTensors
     sampler: Sampler
     tree: Tree | None = None  # None: every span's drafts are a chain
-    # Row t sees column c (a place in the request) where c <= index[t], and bit c - tree_start of tree_bits[t] is set or c is before
-    # tree_start of its span. None: every row sees all columns before it.
+    # Row t sees column c (a place in the request) where c <= index[t], and bit c - tree_start of tree_bits[t]
+    # is set or c is before tree_start of its span. None: every row sees all columns before it.
     tree_bits: Tensor | None = None  # [T] int64, -1 for a row that is no node
     tree_start: Tensor | None = None  # [R] int64, index of node 0
-    # The key of column c (a place in the request) is in the slot of token c + shift. Nothing else is shifted: index, kv_len, tree.
+    # The key of column c (a place in the request) is in the slot of token c + shift. Nothing else is shifted:
+    # index, kv_len, tree.
     shift: int = 0
     # [N] int64, spans that start right after pages which another request computed; None: none does.
     resumed: Tensor | None = None
-    # [N] int64, spans whose first row is computed and not stored: its slot is spare. None: all rows are stored.
+    # [N] int64, spans whose first row is computed and not stored: its slot is spare. None: all rows are
+    # stored.
     unstored: Tensor | None = None
-    # What each request's output probably repeats [R, longest] int64, and its length [R] int64, 0 where there is none. None: nowhere is one.
+    # What each request's output probably repeats [R, longest] int64, and its length [R] int64, 0 where there
+    # is none. None: nowhere is one.
     predictions: tuple[Tensor, Tensor] | None = None
     checkpoints: StateCheckpoints | None = None  # None: of none
     longest: int = 1  # the most committed rows of a span
@@ -95,17 +104,22 @@ class Hidden(NamedTuple):
     """What a pass of the trunk, or of a draft model, gives for each row."""
 
     head: Tensor  # [rows, hidden], what the language-model head multiplies
-    features: Tensor | None  # [rows, Features.width], what a draft model's next pass is fed with; None: nothing
+    # [rows, Features.width], what a draft model's next pass is fed with; None: nothing
+    features: Tensor | None
 
     def at(self, rows: Tensor) -> Hidden:
         """Some of the rows [n]."""
         # Indexing takes twice as long.
-        return Hidden(self.head.index_select(0, rows), None if self.features is None else self.features.index_select(0, rows))
+        return Hidden(
+            self.head.index_select(0, rows),
+            None if self.features is None else self.features.index_select(0, rows),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the tokens that a step commits, by the target's own law. N is the largest number of alternatives asked for."""
+    """Of the tokens that a step commits, by the target's own law. N is the largest number of alternatives
+    asked for."""
 
     token_logprobs: Tensor  # [R, D+1] float32
     ranks: Tensor  # [R, D+1] int64
@@ -118,21 +132,25 @@ class DraftTargets(NamedTuple):
 
     num_steps: Tensor  # [D] int64
     max_steps: int  # no request wants more; 0: none wants any
-    max_draft_tokens: Tensor | None = None  # [D] int64, how many drafts the algorithm may give each of them; None: as many as it has
+    # [D] int64, how many drafts the algorithm may give each of them; None: as many as it has
+    max_draft_tokens: Tensor | None = None
     defers_kv: bool = False  # the last rows of some spans are absorbed with a later step
     extends_kv: bool = True  # those of some spans are not
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutput:
-    """What verification decided. A span without drafts gets one token: that is sampling. Void for spans that do not sample.
+    """What verification decided. A span without drafts gets one token: that is sampling. Void for spans that
+    do not sample.
 
     D is the depth of the deepest draft that the step could hold: K for a chain.
     """
 
     tokens: Tensor  # [R, D+1] int64: accepted drafts, then the target's own token; what follows is void
-    num_accepted_tokens: Tensor  # [R] int64: how many drafts survived; `num_accepted_tokens + 1` tokens are committed
-    path: Tensor | None  # [R, D+1] int64: the nodes that survived, the root first; then its last is repeated. None: a chain's
+    # [R] int64: how many drafts survived; `num_accepted_tokens + 1` tokens are committed
+    num_accepted_tokens: Tensor
+    # [R, D+1] int64: the nodes that survived, the root first; then its last is repeated. None: a chain's
+    path: Tensor | None
     failed: Tensor  # [R] bool: logits that decided something were not finite; the request ends with an error
     logprobs: Logprobs | None = None
 
@@ -163,15 +181,16 @@ class RequestTensors(Protocol):
         ...
 
     def next_tokens(self, req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the token after each `index` [n] of these seats' requests [n]: which one it is, its index, and its slot in the pages
-        of group 0; [n] each."""
+        """Of the token after each `index` [n] of these seats' requests [n]: which one it is, its index, and
+        its slot in the pages of group 0; [n] each."""
         ...
 
     def num_prompt_tokens(self, req_indices: Tensor) -> Tensor: ...
 
 
 class SamplingTensors(NamedTuple):
-    """What the sampling kernels read, each [seats]; and whether any request of the batch uses the cut at all."""
+    """What the sampling kernels read, each [seats]; and whether any request of the batch uses the cut at
+    all."""
 
     temperature: Tensor  # float32, 0 is greedy
     top_k: Tensor  # int64, 0 is off
@@ -187,7 +206,8 @@ class SamplingTensors(NamedTuple):
 class Sampler(Protocol):
     """Logits to tokens, by the parameters of each request of the batch.
 
-    A `path` is the tokens after the committed ones where a row's logits come from: the drafts that lead to its node.
+    A `path` is the tokens after the committed ones where a row's logits come from: the drafts that lead to
+    its node.
     """
 
     @property
@@ -200,12 +220,14 @@ class Sampler(Protocol):
 
     @property
     def has_rules(self) -> bool:
-        """Some request of the batch has more parameters than temperature, top_k, top_p and min_p: `processed` needs paths."""
+        """Some request of the batch has more parameters than temperature, top_k, top_p and min_p: `processed`
+        needs paths."""
         ...
 
     @property
     def top_logprobs(self) -> int | None:
-        """The largest number of alternatives whose log-probabilities a request wants; None: no request wants any."""
+        """The largest number of alternatives whose log-probabilities a request wants; None: no request wants
+        any."""
         ...
 
     @property
@@ -220,8 +242,8 @@ class Sampler(Protocol):
         ...
 
     def processed(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
-        """[rows, vocabulary], path [rows, D] of which the first `count` [rows] count → logits after everything but temperature,
-        top_k, top_p and min_p."""
+        """[rows, vocabulary], path [rows, D] of which the first `count` [rows] count → logits after
+        everything but temperature, top_k, top_p and min_p."""
         ...
 
     def probs(self, logits: Tensor, req_indices: Tensor) -> Tensor:
@@ -229,19 +251,23 @@ class Sampler(Protocol):
         ...
 
     def uniform(self, req_indices: Tensor, index: Tensor, stream: int) -> Tensor:
-        """[rows], [rows, n] → [rows, n] in [0, 1), float64, from (the request's seed, the token's index, the stream) alone."""
+        """[rows], [rows, n] → [rows, n] in [0, 1), float64, from (the request's seed, the token's index, the
+        stream) alone."""
         ...
 
     def choose(self, weights: Tensor, req_indices: Tensor, index: Tensor, stream: int) -> Tensor:
-        """weights [rows, vocabulary] ≥ 0, index [rows] → [rows], a token drawn in proportion: the one with the largest `race`."""
+        """weights [rows, vocabulary] ≥ 0, index [rows] → [rows], a token drawn in proportion: the one with
+        the largest `race`."""
         ...
 
     def race(self, weights: Tensor, req_indices: Tensor, index: Tensor, stream: int) -> Tensor:
-        """[rows, vocabulary] float64: weights over exponential noise that (seed, index, stream, token) alone decide."""
+        """[rows, vocabulary] float64: weights over exponential noise that (seed, index, stream, token) alone
+        decide."""
         ...
 
     def forced(self, limit: int, req_indices: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Tokens that grammars leave no choice about, after what is committed now: [rows, limit] and how many [rows]."""
+        """Tokens that grammars leave no choice about, after what is committed now: [rows, limit] and how many
+        [rows]."""
         ...
 
     def advance(self, batch: Batch, verify_output: VerifyOutput) -> None:

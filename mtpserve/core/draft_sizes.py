@@ -1,4 +1,5 @@
-"""The sizes of drafting: computed once from the options, used by scheduler, seats, memory plan and captured steps."""
+"""The sizes of drafting: computed once from the options, used by scheduler, seats, memory plan and captured
+steps."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class DraftShape:
 
     @property
     def pool(self) -> int:
-        """Candidates that such a tree has: topk in the first step, topk for each of topk nodes in each further one."""
+        """Candidates that such a tree has: topk in the first step, topk for each of topk nodes in each
+        further one."""
         return self.topk + (self.steps - 1) * self.topk**2 if self.steps else 0
 
 
@@ -25,16 +27,21 @@ class DraftShape:
 class DraftSizes:
     """All numbers are per request. The defaults are those of plain decoding.
 
-    A request is *plain* if it has neither a grammar nor a prediction: then only the algorithm proposes drafts for it.
+    A request is *plain* if it has neither a grammar nor a prediction: then only the algorithm proposes drafts
+    for it.
     """
 
     steps: int = 0  # depth of the algorithm's drafts
     num_proposed: int = 0  # the most drafts that the algorithm proposes; `steps` for a chain
-    written: int = 0  # slots after the last committed token that the algorithm's passes write, or that its pending drafts will
-    free: int = 0  # further drafts, without a pass of a model: tokens that a grammar forces, or from a prediction or n-grams
-    always_free: bool = False  # n-grams are looked up for every request, so that plain ones have free drafts too
+    # slots after the last committed token that the algorithm's passes write, or that its pending drafts will
+    written: int = 0
+    # further drafts, without a pass of a model: tokens that a grammar forces, or from a prediction or n-grams
+    free: int = 0
+    # n-grams are looked up for every request, so that plain ones have free drafts too
+    always_free: bool = False
     trees: bool = False  # the algorithm's own drafts are a tree
-    max_deferred_tokens: int = 0  # rows of a request that a draft model may absorb in a later step, all at once, while nothing is drafted
+    # rows of a request that a draft model may absorb in a later step, all at once, while nothing is drafted
+    max_deferred_tokens: int = 0
 
     @property
     def depth(self) -> int:
@@ -67,11 +74,14 @@ class DraftSizes:
         return self.nodes + 1
 
     def require(self, budget: int, room: int, reserve: int) -> None:
-        """`budget`: rows of a step. `room`: tokens that a request may have, `reserve` those of the pool that are kept for its drafts.
-        Raises ConfigError."""
+        """`budget`: rows of a step. `room`: tokens that a request may have, `reserve` those of the pool that
+        are kept for its drafts. Raises ConfigError."""
         rows = self.rows_per_step
         if budget < rows:
-            raise ConfigError(f"--chunked-prefill-size must be at least {rows}: one token and {rows - 1} drafts, got {budget}")
+            raise ConfigError(
+                f"--chunked-prefill-size must be at least {rows}: one token and {rows - 1} drafts, "
+                f"got {budget}"
+            )
         if room < 2:
             least = f"at least {reserve + 2}: two tokens and {reserve} kept for drafting"
             raise ConfigError(f"--max-total-tokens must be {least}, got {room + reserve}")
@@ -81,12 +91,13 @@ class DraftSizes:
         return self.written if plain and not self.always_free else max(self.written, self.nodes)
 
     def num_lookahead_tokens(self, in_flight: int, plain: bool = False) -> int:
-        """Tokens after those that the host knows for which pages are held: what each step commits and drafts, including the `in_flight`
-        steps that may be launched and not read yet."""
+        """Tokens after those that the host knows for which pages are held: what each step commits and drafts,
+        including the `in_flight` steps that may be launched and not read yet."""
         return (2 + in_flight) * (self.num_write_ahead(plain) + 1)
 
     def max_draft_tokens(self, draft_depth: int, plain: bool, limit: int | None = None) -> int:
-        """The most drafts that a step may leave for the next one if it drafts to depth `draft_depth`, `limit` of them by the algorithm."""
+        """The most drafts that a step may leave for the next one if it drafts to depth `draft_depth`, `limit`
+        of them by the algorithm."""
         if draft_depth == 0:
             return 0
         if not plain or self.always_free:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 
 class MTPServeError(Exception):
-    """Base of all errors that mtpserve raises on purpose. The message is for the user: one line with the thing and its value."""
+    """Base of all errors that mtpserve raises on purpose. The message is for the user: one line with the
+    thing and its value."""
 
 
 class ConfigError(MTPServeError):

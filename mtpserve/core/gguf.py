@@ -1,8 +1,9 @@
-"""A GGUF file's header: its metadata, and where its tensors are. Reads no weights: weights/checkpoint/gguf.py does, and
-text/gguf.py the tokenizer.
+"""A GGUF file's header: its metadata, and where its tensors are. Reads no weights: weights/checkpoint/gguf.py
+does, and text/gguf.py the tokenizer.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, read by hand, so that a damaged file is reported in plain words and a
-vocabulary, which takes seconds with the format's own package, is only read where it is used.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, read by hand, so that a damaged file is
+reported in plain words and a vocabulary, which takes seconds with the format's own package, is only read
+where it is used.
 
     | GGUF | version | number of tensors, of entries | entries: key, type, value | tensors: name, shape, type, offset | data ... |
 """
@@ -20,7 +21,8 @@ from mtpserve.core.errors import LoadError
 T = TypeVar("T")
 SUFFIX = ".gguf"
 VERSIONS = (2, 3)
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # GGUF's types as struct writes them
+# GGUF's types as struct writes them
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
 NEEDED: Any = object()  # the default of a key that must be present
@@ -29,7 +31,8 @@ KINDS = {int: "an integer", float: "a number", str: "a string", bool: "true or f
 
 @dataclass(frozen=True, slots=True)
 class GGUFArray:
-    """An array in the metadata: `kind` is its elements' type, `start` the first one's place in the file. Read by GGUFHeader.array."""
+    """An array in the metadata: `kind` is its elements' type, `start` the first one's place in the file. Read
+    by GGUFHeader.array."""
 
     kind: int
     count: int
@@ -38,7 +41,8 @@ class GGUFArray:
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """`shape` in torch's order, rows first; `kind` is GGUF's number of the type; `start` is its first byte in the file."""
+    """`shape` in torch's order, rows first; `kind` is GGUF's number of the type; `start` is its first byte in
+    the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +70,9 @@ class GGUFHeader:
                     raise LoadError(f"{path}: is not a GGUF file ({size} bytes)")
                 if size < 24 or (version := int.from_bytes(start[4:], "little")) not in VERSIONS:
                     what = f"has version {version}" if size >= 24 else f"is truncated: it has {size} bytes"
-                    raise LoadError(f"{path}: {what}; GGUF of versions {VERSIONS} can be read, with the lowest byte first")
+                    raise LoadError(
+                        f"{path}: {what}; GGUF of versions {VERSIONS} can be read, with the lowest byte first"
+                    )
                 with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
                     return _parsed(path, GGUFReader(data, 8), size)
         except OSError as error:
@@ -93,7 +99,8 @@ class GGUFHeader:
         return result
 
     def array(self, key: str) -> list[Any]:
-        """Its strings or numbers; an empty list without this key. Raises LoadError where the key is not an array."""
+        """Its strings or numbers; an empty list without this key. Raises LoadError where the key is not an
+        array."""
         value = self.metadata.get(key)
         if value is None:
             return []
@@ -102,7 +109,11 @@ class GGUFHeader:
         with self.path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
             reader = GGUFReader(data, value.start)
             try:
-                return [reader.text() for _ in range(value.count)] if value.kind == STRING else reader.numbers(value.kind, value.count)
+                return (
+                    [reader.text() for _ in range(value.count)]
+                    if value.kind == STRING
+                    else reader.numbers(value.kind, value.count)
+                )
             except UnicodeDecodeError as error:
                 raise LoadError(f"{self.path}: {key} has a string that is not UTF-8") from error
 
@@ -175,5 +186,7 @@ def _parsed(path: Path, reader: GGUFReader, size: int) -> GGUFHeader:
     if type(alignment) is not int or alignment <= 0:
         raise LoadError(f"{path}: general.alignment must be a number of bytes, got {alignment!r}")
     data = -(-reader.at // alignment) * alignment
-    gguf_tensors = tuple(GGUFTensor(name, shape, kind, data + offset) for name, (shape, kind, offset) in places.items())
+    gguf_tensors = tuple(
+        GGUFTensor(name, shape, kind, data + offset) for name, (shape, kind, offset) in places.items()
+    )
     return GGUFHeader(path, metadata, gguf_tensors, size)

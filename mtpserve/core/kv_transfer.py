@@ -1,4 +1,5 @@
-"""What a request says of its prompt's pages where one node computes prompts and another one the text after them. Plain data."""
+"""What a request says of its prompt's pages where one node computes prompts and another one the text after
+them. Plain data."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What crosses between planning and computing: a step's plan, and its result. Plain data that could be sent, and is recorded.
+"""What crosses between planning and computing: a step's plan, and its result. Plain data that could be sent,
+and is recorded.
 
     scheduler.plan() → StepPlan → runner.launch(plan) → StepResult → scheduler.commit
 
-Nothing else crosses: what a runner needs of a request comes once, with its admission, and what follows of its text it reads from
-its own results. As msgpack, a step that decodes a few requests is some dozens of bytes.
+Nothing else crosses: what a runner needs of a request comes once, with its admission, and what follows of its
+text it reads from its own results. As msgpack, a step that decodes a few requests is some dozens of bytes.
 """
 
 from __future__ import annotations
@@ -33,13 +34,18 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     bad_words: list[list[int]] = []
     prediction: list[int] = []  # what the output probably repeats
     max_depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
-    num_shared_tokens: int = 0  # tokens in pages that another request has computed: one of them may be computed again, and is not stored
-    coupled: bool = False  # its drafts are coupled to the target's noise, so that a seed's text does not depend on how many there are
-    start_state: int = -1  # where `num_computed_tokens` is not 0: the kept state that its recurrent layers start from
+    # tokens in pages that another request has computed: one of them may be computed again, and is not stored
+    num_shared_tokens: int = 0
+    # its drafts are coupled to the target's noise, so that a seed's text does not depend on how many there
+    # are
+    coupled: bool = False
+    # where `num_computed_tokens` is not 0: the kept state that its recurrent layers start from
+    start_state: int = -1
 
     @property
     def point_masses(self) -> bool:
-        """Its drafts are verified as such. Where they come from several sources, at most one knows the law that it drew from."""
+        """Its drafts are verified as such. Where they come from several sources, at most one knows the law
+        that it drew from."""
         return self.coupled or not self.plain
 
     @property
@@ -49,12 +55,14 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The rows that one request brings to a step: `num_tokens` committed tokens from `start`, then its drafts.
+    """The rows that one request brings to a step: `num_tokens` committed tokens from `start`, then its
+    drafts.
 
-    A prompt chunk is many tokens and no drafts, plain decoding one token and no drafts, a verification one token and k.
+    A prompt chunk is many tokens and no drafts, plain decoding one token and no drafts, a verification one
+    token and k.
 
-    While a step of the request is in flight, `start` and `num_draft_tokens` are bounds: it starts no earlier, and has no more drafts. The
-    device has the exact numbers.
+    While a step of the request is in flight, `start` and `num_draft_tokens` are bounds: it starts no earlier,
+    and has no more drafts. The device has the exact numbers.
     """
 
     req_idx: int
@@ -63,12 +71,13 @@ class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_draft_tokens: int
     # The span reaches the end of what is committed, so the step produces a token for it.
     samples: bool
-    # After the step everything but the last token is computed, so the request can be drafted for. True for every span that samples,
-    # and for a preempted request that was recomputed up to its last token: it goes on with the very drafts that it had, so that
-    # preemption does not change what a seed gives.
+    # After the step everything but the last token is computed, so the request can be drafted for. True for
+    # every span that samples, and for a preempted request that was recomputed up to its last token: it goes
+    # on with the very drafts that it had, so that preemption does not change what a seed gives.
     drafts_next: bool
     max_draft_tokens: int | None = None  # drafts that the algorithm may then give it; None: as many as it has
-    defers_kv: bool = False  # the draft model absorbs the span's only row with a later step, not with this one
+    # the draft model absorbs the span's only row with a later step, not with this one
+    defers_kv: bool = False
     num_deferred_tokens: int = 0  # the last rows before the span, which it absorbs before this step
 
     @property
@@ -77,8 +86,8 @@ class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class NewPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Pages that a request has got since the last plan that named it; column c of its page table is the page of its tokens from
-    c · page_size on."""
+    """Pages that a request has got since the last plan that named it; column c of its page table is the page
+    of its tokens from c · page_size on."""
 
     req_idx: int
     first_block: int  # column of the first one
@@ -90,7 +99,8 @@ class StateCheckpoint(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Recurrent layers keep a state of a request in addition, for others to start from."""
 
     req_idx: int
-    num_tokens: int  # the state after so many; nothing is kept if the step does not come to it, or earlier ones have
+    # the state after so many; nothing is kept if the step does not come to it, or earlier ones have
+    num_tokens: int
     state: int  # its place among those that are kept
 
 
@@ -140,7 +150,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class SpanResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One span's outcome."""
 
-    tokens: list[int]  # committed by this step: accepted drafts and one more; empty for a chunk that ends inside the prompt
+    # committed by this step: accepted drafts and one more; empty for a chunk that ends inside the prompt
+    tokens: list[int]
     num_accepted_tokens: int  # drafts among them
     num_draft_tokens: int  # proposals that now wait for the next step
     proposed: list[int] = []  # the drafts that were verified

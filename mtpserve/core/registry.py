@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """`entries` maps a name to "module:attribute", an object of type T. `get` raises KeyError listing the known names."""
+    """`entries` maps a name to "module:attribute", an object of type T. `get` raises KeyError listing the
+    known names."""
 
     def __init__(self, kind: str, entries: dict[str, str]) -> None:
         self.kind = kind

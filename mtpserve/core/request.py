@@ -1,4 +1,5 @@
-"""What travels between the front end and the engine: requests down, events and statistics up. Plain data, sent as msgpack."""
+"""What travels between the front end and the engine: requests down, events and statistics up. Plain data,
+sent as msgpack."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ class Request:
 
     What `sampling` says in text is here in tokens: the front end has the tokenizer, the engine none.
 
-    A request whose engine was lost goes on in another one, as after a preemption: `prior_output_ids` is what it had said by then,
-    `num_scored_prompt_tokens` how many prompt tokens, from the second on, had their log-probabilities reported. Noise depends on the seed
-    and the index of a token alone.
+    A request whose engine was lost goes on in another one, as after a preemption: `prior_output_ids` is what
+    it had said by then, `num_scored_prompt_tokens` how many prompt tokens, from the second on, had their
+    log-probabilities reported. Noise depends on the seed and the index of a token alone.
     """
 
     id: str
@@ -38,7 +39,8 @@ class Request:
     bad_words: list[list[int]] = field(default_factory=list)  # every spelling of sampling.bad_words
     prediction: list[int] = field(default_factory=list)  # sampling.speculation.prediction
     salt: str = ""  # requests with different ones share no pages
-    seed: int | None = None  # drawn for it where sampling has none, so that another engine has the same; None: the engine draws one
+    # drawn for it where sampling has none, so that another engine has the same; None: the engine draws one
+    seed: int | None = None
     prior_output_ids: list[int] = field(default_factory=list)
     num_scored_prompt_tokens: int = 0
     is_migrated: bool = False  # from an engine that was lost: no queue is too long for it
@@ -49,7 +51,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token's log-probability and its rank (1 is the likeliest), with those of the likeliest tokens, the likeliest first."""
+    """One token's log-probability and its rank (1 is the likeliest), with those of the likeliest tokens, the
+    likeliest first."""
 
     logprob: float
     rank: int
@@ -57,7 +60,8 @@ class TokenLogprob:
 
 
 class Proposal(msgspec.Struct, frozen=True, gc=False):
-    """The drafts that one step verified for one request. Node 0 is the token before them, draft i is node i + 1."""
+    """The drafts that one step verified for one request. Node 0 is the token before them, draft i is node i +
+    1."""
 
     tokens: list[int] = []
     parents: list[int] = []  # the node that each continues
@@ -70,11 +74,13 @@ class FirstTokenTimes:
     """What a request waited for before its first token, in seconds of the engine's clock."""
 
     queued: float  # until it got a seat
-    prompt: float  # from there to the token: its prompt's computation, preemption in the middle of it included
+    # from there to the token: its prompt's computation, preemption in the middle of it included
+    prompt: float
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
-    """One step's yield for one request: 0 … K+1 tokens, of which the first `num_accepted_tokens` were drafts. The last event has `finish`.
+    """One step's yield for one request: 0 … K+1 tokens, of which the first `num_accepted_tokens` were drafts.
+    The last event has `finish`.
 
     `error` is set when finish is ERROR.
     """
@@ -88,8 +94,11 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, where the request wants them
     prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens, from the second on
     times: FirstTokenTimes | None = None  # with the first token
-    num_cached_tokens: int = 0  # with the first token: prompt tokens that were not computed for this request, but found in the prefix cache
-    offer: PageOffer | None = None  # with `finish`: its prompt's pages, where the request wants them kept for another node
+    # with the first token: prompt tokens that were not computed for this request, but found in the prefix
+    # cache
+    num_cached_tokens: int = 0
+    # with `finish`: its prompt's pages, where the request wants them kept for another node
+    offer: PageOffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +111,13 @@ class ModelCard:
     eos_ids: tuple[int, ...]
     speculative_steps: int  # 0: plain decoding
     lossy: bool = False  # acceptance thresholds below 1: the output's law is not the model's
-    synthetic_acceptance: str | None = None  # the curve by which drafts are accepted: the output means nothing
+    # the curve by which drafts are accepted: the output means nothing
+    synthetic_acceptance: str | None = None
     page_size: int = 1  # tokens in one page of the KV pool
     capacity: int | None = None  # requests that may run and wait at once; None: any number
     kernels: str = ""  # what computes, and on which instruction set: identical output is promised on one
-    tool_call_parser: str | None = None  # the formats that models of its family write, by the names of text/parsers/registry
+    # the formats that models of its family write, by the names of text/parsers/registry
+    tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     algorithm: str | None = None  # of speculation, as --speculative-algorithm names it; None: plain decoding
     drafting: str = ""  # what drafts, and why, for people
@@ -123,12 +134,14 @@ class DepthState:
     tokens_per_second: float | None  # expected of it; None: nothing was measured
     changes_total: int
     trials_total: int  # steps that tried another depth
-    acceptance: list[float]  # by rank, learned: of a chain's draft where the one before it was accepted, of a tree's node always
+    # by rank, learned: of a chain's draft where the one before it was accepted, of a tree's node always
+    acceptance: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Steps that are alike, and the median of the last ones. Numbers above 8 are in the middle of those that are taken together."""
+    """Steps that are alike, and the median of the last ones. Numbers above 8 are in the middle of those that
+    are taken together."""
 
     requests: int  # that decode
     rows: int  # of the trunk
@@ -166,8 +179,8 @@ class SpecChange:
     reset: bool = False  # what was learned of acceptance is forgotten
 
 
-# off: no model drafts, or it is not watched; weak: fewer of its drafts are accepted than should be; suspended: hardly any are, and it does
-# not draft.
+# off: no model drafts, or it is not watched; weak: fewer of its drafts are accepted than should be;
+# suspended: hardly any are, and it does not draft.
 DraftState = Literal["off", "unmeasured", "ok", "weak", "suspended"]
 
 
@@ -192,25 +205,30 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
-    waiting_for_pages: int = 0  # of these, those whose pages are on their way from host memory, the disk or another node
+    # of these, those whose pages are on their way from host memory, the disk or another node
+    waiting_for_pages: int = 0
     pages_used: int = 0
     pages_cached: int = 0  # that no request holds, with contents that the next one may find
     pages_total: int = 0
     steps_total: int = 0
-    step_tokens: list[int] = field(default_factory=list)  # [n]: steps with at most STEP_TOKENS[n] tokens: of prompts, and generated ones
+    # [n]: steps with at most STEP_TOKENS[n] tokens: of prompts, and generated ones
+    step_tokens: list[int] = field(default_factory=list)
     step_tokens_total: int = 0  # of all of these steps
     prompt_tokens_total: int = 0
     cached_prompt_tokens_total: int = 0  # of these, found in the prefix cache
-    loaded_pages: dict[str, int] = field(default_factory=dict)  # pages that came back to the device, by the tier that had them
+    # pages that came back to the device, by the tier that had them
+    loaded_pages: dict[str, int] = field(default_factory=dict)
     tier_pages: dict[str, int] = field(default_factory=dict)  # in use
     tier_pages_total: dict[str, int] = field(default_factory=dict)
     dropped_pages_total: int = 0  # pages that the device gave away and host memory had no place for
     # Pages moved, by kind: save, load, spill, fetch, pull (from another node), send (to one)
     transfers_total: dict[str, int] = field(default_factory=dict)
     transfer_bytes_total: dict[str, int] = field(default_factory=dict)
-    transfer_seconds_total: dict[str, float] = field(default_factory=dict)  # of all of them together; several may be under way at once
+    # of all of them together; several may be under way at once
+    transfer_seconds_total: dict[str, float] = field(default_factory=dict)
     failed_transfers_total: dict[str, int] = field(default_factory=dict)
-    failed_pulls_total: dict[str, int] = field(default_factory=dict)  # pages that did not come from another node, by reason
+    # pages that did not come from another node, by reason
+    failed_pulls_total: dict[str, int] = field(default_factory=dict)
     leased_pages: int = 0  # that are kept for other nodes
     leases_total: int = 0  # requests whose pages were kept
     expired_leases_total: int = 0  # of these, those whose pages nobody has read
@@ -222,7 +240,8 @@ class EngineStats:
     accepted_tokens_total: int = 0
     draft_tokens_per_position: list[int] = field(default_factory=list)
     accepted_tokens_per_position: list[int] = field(default_factory=list)
-    steps_per_depth: list[int] = field(default_factory=list)  # [n]: steps with decoding requests that drafted n deep for the next one
+    # [n]: steps with decoding requests that drafted n deep for the next one
+    steps_per_depth: list[int] = field(default_factory=list)
     depths: DepthState | None = None  # None: the depth is fixed
     draft_health: DraftHealth = field(default_factory=DraftHealth)
     accept_lengths: list[int] = field(default_factory=list)  # [n]: verifications that committed n+1 tokens
@@ -235,13 +254,15 @@ class EngineStats:
         return self.pages_used / max(1, self.pages_total)
 
     def accept_length(self, before: EngineStats | None = None) -> float | None:
-        """Mean number of tokens that a verification committed, since `before` or since the start; None: there was none."""
+        """Mean number of tokens that a verification committed, since `before` or since the start; None: there
+        was none."""
         start = before or EngineStats()
         count = self.drafts_total - start.drafts_total
         return 1 + (self.accepted_tokens_total - start.accepted_tokens_total) / count if count else None
 
     def accept_rate(self, before: EngineStats | None = None) -> float | None:
-        """Share of the draft tokens that were accepted, since `before` or since the start; None: there were none."""
+        """Share of the draft tokens that were accepted, since `before` or since the start; None: there were
+        none."""
         start = before or EngineStats()
         count = self.draft_tokens_total - start.draft_tokens_total
         return (self.accepted_tokens_total - start.accepted_tokens_total) / count if count else None

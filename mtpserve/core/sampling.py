@@ -18,13 +18,15 @@ MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20  # OpenAI's limit, where --max-logprobs does not say
 MAX_GRAMMAR_BYTES = 1 << 20
 MIN_PENALTY = 1e-6  # a smaller one makes logits overflow
-MAX_COUNT = 2**31 - 1  # of tokens: more than any vocabulary or context has, and fits into the engine's tensors
+# of tokens: more than any vocabulary or context has, and fits into the engine's tensors
+MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Which numbers a parameter may be: what is checked, and what the HTTP server's OpenAPI document says. `allowed` where a message says
-    it in other words; `open`: `low` itself is not one of them. No infinity and no NaN is in one."""
+    """Which numbers a parameter may be: what is checked, and what the HTTP server's OpenAPI document says.
+    `allowed` where a message says it in other words; `open`: `low` itself is not one of them. No infinity and
+    no NaN is in one."""
 
     low: float
     high: float
@@ -37,7 +39,9 @@ class Range:
     @property
     def words(self) -> str:
         return self.allowed or (
-            f"at least {self.low}" if self.high == math.inf else f"in {'(' if self.open else '['}{self.low}, {self.high}]"
+            f"at least {self.low}"
+            if self.high == math.inf
+            else f"in {'(' if self.open else '['}{self.low}, {self.high}]"
         )
 
 
@@ -64,12 +68,12 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A constraint on the output. `text` is a JSON schema, a regular expression, a JSON list of choices, a grammar in EBNF (Lark
-    or GBNF), a JSON structural tag, or tool calls in Lark; empty for json_object.
+    """A constraint on the output. `text` is a JSON schema, a regular expression, a JSON list of choices, a
+    grammar in EBNF (Lark or GBNF), a JSON structural tag, or tool calls in Lark; empty for json_object.
 
-    `front`, `instead`: rules in Lark, or empty: a rule `front` that comes before the constrained text, and a rule `calls`, tool calls
-    that may replace it. `lead`: an expression in Lark, or empty: what comes right before the text, but not before these calls.
-    `field`: the request's field, for errors.
+    `front`, `instead`: rules in Lark, or empty: a rule `front` that comes before the constrained text, and a
+    rule `calls`, tool calls that may replace it. `lead`: an expression in Lark, or empty: what comes right
+    before the text, but not before these calls. `field`: the request's field, for errors.
     """
 
     kind: GrammarKind
@@ -82,7 +86,8 @@ class GrammarSpec:
     def __post_init__(self) -> None:
         if len(self.text) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(
-                f"{self.kind} has {len(self.text)} characters, at most {MAX_GRAMMAR_BYTES} are allowed", self.field or self.kind
+                f"{self.kind} has {len(self.text)} characters, at most {MAX_GRAMMAR_BYTES} are allowed",
+                self.field or self.kind,
             )
 
 
@@ -100,7 +105,9 @@ class Speculation:
 
     def __post_init__(self) -> None:
         if self.num_steps is not None and not 0 <= self.num_steps <= MAX_STEPS:
-            raise InvalidRequest(f"speculative.num_steps must be in [0, {MAX_STEPS}], got {self.num_steps!r}", "speculative")
+            raise InvalidRequest(
+                f"speculative.num_steps must be in [0, {MAX_STEPS}], got {self.num_steps!r}", "speculative"
+            )
 
     @property
     def depth(self) -> int | None:
@@ -109,12 +116,12 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Transforms apply in this order, each to the result of the one before: logit_bias, allowed_token_ids, bad_words, min_tokens,
-    penalties, custom processors, the grammar; then temperature, top_k, top_p, min_p.
+    """Transforms apply in this order, each to the result of the one before: logit_bias, allowed_token_ids,
+    bad_words, min_tokens, penalties, custom processors, the grammar; then temperature, top_k, top_p, min_p.
 
-    temperature 0 is greedy; top_k 0 or -1, top_p 1 and min_p 0 are off. `max_tokens` None means: up to the context length.
-    `seed` None: one is drawn at admission; with a seed the same request gives the same text whatever else is in the batch.
-    Raises InvalidRequest with the field and the value.
+    temperature 0 is greedy; top_k 0 or -1, top_p 1 and min_p 0 are off. `max_tokens` None means: up to the
+    context length. `seed` None: one is drawn at admission; with a seed the same request gives the same text
+    whatever else is in the batch. Raises InvalidRequest with the field and the value.
     """
 
     max_tokens: int | None = None
@@ -128,7 +135,8 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop: bool = False  # keep the stop string in the text
     skip_special_tokens: bool = True
-    repetition_penalty: float = 1.0  # divides the positive logits of tokens in prompt and output, multiplies the negative ones
+    # divides the positive logits of tokens in prompt and output, multiplies the negative ones
+    repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0  # subtracted once per occurrence of the token in the output
     presence_penalty: float = 0.0  # subtracted once if the token occurs in the output
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of token ids
@@ -138,8 +146,10 @@ class SamplingParams:
     logprobs: int | None = None  # log-probabilities of the output's tokens, and of this many alternatives
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, except the first
     grammar: GrammarSpec | None = None
-    custom_params: Mapping[str, object] = field(default_factory=dict)  # for the logits processors given at launch
-    priority: int = 0  # lower ones are scheduled first with --scheduling-policy priority; no text depends on it
+    # for the logits processors given at launch
+    custom_params: Mapping[str, object] = field(default_factory=dict)
+    # lower ones are scheduled first with --scheduling-policy priority; no text depends on it
+    priority: int = 0
     speculation: Speculation = Speculation()
 
     def __post_init__(self) -> None:
@@ -151,21 +161,36 @@ class SamplingParams:
             value = getattr(self, name)
             require(value is None or value in range, name, range.words)
         require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
-        require(all(0 < len(s) <= MAX_STOP_LENGTH for s in self.stop), "stop", f"strings of 1 to {MAX_STOP_LENGTH} characters")
+        require(
+            all(0 < len(s) <= MAX_STOP_LENGTH for s in self.stop),
+            "stop",
+            f"strings of 1 to {MAX_STOP_LENGTH} characters",
+        )
         require(len(self.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", f"at most {MAX_STOP_IDS} ids")
         require(len(self.logit_bias) <= MAX_BIASED, "logit_bias", f"at most {MAX_BIASED} entries")
         require(
-            all(-MAX_BIAS <= bias <= MAX_BIAS for bias in self.logit_bias.values()), "logit_bias", f"numbers in [-{MAX_BIAS}, {MAX_BIAS}]"
+            all(-MAX_BIAS <= bias <= MAX_BIAS for bias in self.logit_bias.values()),
+            "logit_bias",
+            f"numbers in [-{MAX_BIAS}, {MAX_BIAS}]",
         )
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} strings")
         require(
-            all(0 < len(word) <= MAX_STOP_LENGTH for word in self.bad_words), "bad_words", f"strings of 1 to {MAX_STOP_LENGTH} characters"
+            all(0 < len(word) <= MAX_STOP_LENGTH for word in self.bad_words),
+            "bad_words",
+            f"strings of 1 to {MAX_STOP_LENGTH} characters",
         )
-        require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens = {self.max_tokens}")
+        require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"at most max_tokens = {self.max_tokens}",
+        )
 
     def texts(self) -> list[tuple[str, str]]:
         """(field, text) of each parameter that is tokenised."""
-        return [*(("bad_words", word) for word in self.bad_words), ("prediction", self.speculation.prediction)]
+        return [
+            *(("bad_words", word) for word in self.bad_words),
+            ("prediction", self.speculation.prediction),
+        ]
 
     @property
     def used_prediction(self) -> str:
@@ -175,13 +200,18 @@ class SamplingParams:
     def check_policy(self, policy: str) -> None:
         """Raises InvalidRequest for a priority where the scheduling policy ignores priorities."""
         if self.priority and policy != "priority":
-            raise InvalidRequest(f"priority must be 0 unless --scheduling-policy is priority, got {self.priority}", "priority")
+            raise InvalidRequest(
+                f"priority must be 0 unless --scheduling-policy is priority, got {self.priority}", "priority"
+            )
 
     def check_logprobs(self, max_logprobs: int) -> None:
         """Raises InvalidRequest for more alternatives than the server's `max_logprobs`; -1: any number."""
         for name in ("logprobs", "prompt_logprobs"):
             if max_logprobs >= 0 and (getattr(self, name) or 0) > max_logprobs:
-                raise InvalidRequest(f"{name} must be in [0, {max_logprobs}], got {getattr(self, name)}: see --max-logprobs", name)
+                raise InvalidRequest(
+                    f"{name} must be in [0, {max_logprobs}], got {getattr(self, name)}: see --max-logprobs",
+                    name,
+                )
 
     @property
     def greedy(self) -> bool:

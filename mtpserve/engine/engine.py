@@ -1,4 +1,5 @@
-"""The engine: it takes requests, turns the crank (plan, run, commit) and reports what each step yielded. One thread drives it.
+"""The engine: it takes requests, turns the crank (plan, run, commit) and reports what each step yielded. One
+thread drives it.
 
 It decides nothing about rows and pages (scheduler.py), computes nothing (the runner) and sees no text.
 
@@ -8,9 +9,11 @@ Faults stay with the requests that they hit, and free what these held:
     the runner cannot seat a request         that request ends with an error, the step goes on without it
     the runner raises in a step              the request at fault is unknown: all requests of that step end with an error
 
-Only a device that has failed (faults.py) ends the engine: whatever is open ends with EngineDead, and the process with an exit code.
+Only a device that has failed (faults.py) ends the engine: whatever is open ends with EngineDead, and the
+process with an exit code.
 
-Up to `overlap` steps are in flight while the next one is planned and launched, so that the device never waits for the host:
+Up to `overlap` steps are in flight while the next one is planned and launched, so that the device never waits
+for the host:
 
     launch 0 | launch 1 | book 0, launch 2 | book 1, launch 3 | …
 """
@@ -54,13 +57,16 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """`context_length` is what a request may really have: the model's, or less where the KV pool does not hold that much.
+    """`context_length` is what a request may really have: the model's, or less where the KV pool does not
+    hold that much.
 
-    `draft_depth` is the number of drafts to propose in each step; it stays what it is, since a seed's text may depend on it. What comes of
-    a step does not depend on `overlap`; with 0 its events come with the call that launched it. While more requests run than `plain_above`
-    no drafts are proposed: then a seed's text may depend on the load, though its law does not. `fingerprint`: of all that KV depends on
-    besides tokens; None: no prefix cache. `long_rows`: of a long prompt in one step, beside other requests. `drafter`: the draft
-    model's name in traces and metrics. `captured`: depths of captured steps; `apart`: beside which prompts have passes of their own.
+    `draft_depth` is the number of drafts to propose in each step; it stays what it is, since a seed's text
+    may depend on it. What comes of a step does not depend on `overlap`; with 0 its events come with the call
+    that launched it. While more requests run than `plain_above` no drafts are proposed: then a seed's text
+    may depend on the load, though its law does not. `fingerprint`: of all that KV depends on besides tokens;
+    None: no prefix cache. `long_rows`: of a long prompt in one step, beside other requests. `drafter`: the
+    draft model's name in traces and metrics. `captured`: depths of captured steps; `apart`: beside which
+    prompts have passes of their own.
     """
 
     def __init__(
@@ -100,25 +106,43 @@ class Engine:
         queued = config.max_queued_requests
         capacity = None if queued is None else max_running + queued
         self.card = ModelCard(
-            name, vocab, self.context_length, eos_ids, draft_depth, lossy, page_size=pages.page_size, capacity=capacity, kernels=kernels
+            name,
+            vocab,
+            self.context_length,
+            eos_ids,
+            draft_depth,
+            lossy,
+            page_size=pages.page_size,
+            capacity=capacity,
+            kernels=kernels,
         )
         self._grammars, self._runner, self._draft_depth = grammars, runner, draft_depth
-        self.policy = DepthPolicy(sizes, draft_depth, captured, apart) if adaptive and draft_depth > 0 else None
+        self.policy = (
+            DepthPolicy(sizes, draft_depth, captured, apart) if adaptive and draft_depth > 0 else None
+        )
         self._seeded = config.random_seed is not None
         self._clock = StepClock()
         self._max_queued = config.max_queued_requests
         self._policy = config.scheduling_policy
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
         self._pages, self._budget, self._max_running = pages, budget, max_running
-        self._overlap, self._plain_above, self._fingerprint, self._tiers = overlap, plain_above, fingerprint, tiers
+        self._overlap, self._plain_above, self._fingerprint, self._tiers = (
+            overlap,
+            plain_above,
+            fingerprint,
+            tiers,
+        )
         self._observer, self._watchdog = observer, watch or Watchdog()
-        self._in_flight: deque[tuple[ScheduledStep, Launched, float]] = deque()  # with the time at which it was planned
+        # with the time at which it was planned
+        self._in_flight: deque[tuple[ScheduledStep, Launched, float]] = deque()
         self._scheduler = Scheduler(
             pages, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
-            service=SchedulingPolicy.of(config, long_rows), observer=observer, tiers=tiers, max_deferred_tokens=sizes.max_deferred_tokens,
+            service=SchedulingPolicy.of(config, long_rows), observer=observer, tiers=tiers,
+            max_deferred_tokens=sizes.max_deferred_tokens,
             drafter=drafter, apart=apart,
         )  # fmt: skip
-        self._drafter, self.ticks = drafter, Ticks()  # others are set where it shares experts with other engines
+        # others are set where it shares experts with other engines
+        self._drafter, self.ticks = drafter, Ticks()
         self._stats = new_stats(sizes.depth, pages.total, drafter)
 
     @property
@@ -131,7 +155,8 @@ class Engine:
 
     @property
     def changes_idle(self) -> bool:
-        """Something may change while there is no work: what is kept for other nodes is free once they have it."""
+        """Something may change while there is no work: what is kept for other nodes is free once they have
+        it."""
         return self._tiers is not None and self._tiers.sender is not None and self._tiers.sender.open
 
     @property
@@ -158,13 +183,17 @@ class Engine:
         if not is_self_check:
             self._validate(request)
         scheduler, sampling, prompt_len = self._scheduler, request.sampling, len(request.prompt)
-        # A request that only waits for the next step to be seated is not queued: with `running` seats, running + limit are taken.
+        # A request that only waits for the next step to be seated is not queued: with `running` seats,
+        # running + limit are taken.
         if (
             not (is_self_check or request.is_migrated)
             and self._max_queued is not None
             and len(scheduler.waiting) >= self._max_queued + scheduler.num_free_slots
         ):
-            raise QueueFull(f"{len(scheduler.waiting)} requests wait already and --max-queued-requests is {self._max_queued}")
+            raise QueueFull(
+                f"{len(scheduler.waiting)} requests wait already and --max-queued-requests is "
+                f"{self._max_queued}"
+            )
         if not compiled:
             self.compile(sampling.grammar)
         if (seed := request.seed if sampling.seed is None else sampling.seed) is None:
@@ -181,12 +210,17 @@ class Engine:
             kv_lease=request.lease,
             bad_words=request.bad_words,
             prediction=request.prediction if sampling.speculation.depth != 0 else [],
-            hash_root=None if is_self_check or self._fingerprint is None else root(self._fingerprint, request.salt),
+            hash_root=None
+            if is_self_check or self._fingerprint is None
+            else root(self._fingerprint, request.salt),
             coupled=self.policy is not None and (sampling.seed is not None or self._seeded),
             max_depth=sampling.speculation.depth,
             arrival_time=perf_counter(),
         )
-        sizes, req.is_synchronous = self._runner.sizes, self._runner.processors or sampling.grammar is not None
+        sizes, req.is_synchronous = (
+            self._runner.sizes,
+            self._runner.processors or sampling.grammar is not None,
+        )
         req.num_write_ahead = sizes.num_write_ahead(req.plain)
         req.num_lookahead_tokens = sizes.num_lookahead_tokens(self._overlap, req.plain)
         req.has_mixed_sources = not req.plain or sizes.always_free
@@ -195,16 +229,19 @@ class Engine:
         scheduler.add(req)
 
     def compile(self, spec: GrammarSpec | None) -> None:
-        """Keeps the result for the runner. May take seconds, and may run in another thread beside `step`. Raises InvalidRequest,
-        EngineBusy."""
+        """Keeps the result for the runner. May take seconds, and may run in another thread beside `step`.
+        Raises InvalidRequest, EngineBusy."""
         if spec is None:
             return
         if self._grammars is None:
-            raise InvalidRequest(f"{spec.kind} needs the model's tokenizer, which this engine was started without", spec.kind)
+            raise InvalidRequest(
+                f"{spec.kind} needs the model's tokenizer, which this engine was started without", spec.kind
+            )
         self._grammars.prepare(spec)
 
     def abort(self, request_id: str) -> None:
-        """End a request, at any time and without an event; its pages and seat are free at once. Unknown ids are ignored."""
+        """End a request, at any time and without an event; its pages and seat are free at once. Unknown ids
+        are ignored."""
         self._scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
@@ -221,11 +258,13 @@ class Engine:
         return report(self.policy, self._draft_depth, self.stats)
 
     def draft_with(self, shape: DraftShape) -> None:
-        """From now on all requests are drafted for in this shape. Only while nothing runs; raises ConfigError for more than was built."""
+        """From now on all requests are drafted for in this shape. Only while nothing runs; raises ConfigError
+        for more than was built."""
         assert not self.has_work
         self._runner.reshape(shape)
         self._scheduler.max_deferred_tokens = self._runner.sizes.max_deferred_tokens
-        self._draft_depth, self.policy, self._watchdog = shape.steps, None, Watchdog()  # it is not limited any more
+        # it is not limited any more
+        self._draft_depth, self.policy, self._watchdog = shape.steps, None, Watchdog()
         self._stats = new_stats(self._runner.sizes.depth, self._pages.total, self._drafter)
         self.reset_prefix_cache()  # plain decoding keeps nothing of a draft model
 
@@ -238,7 +277,8 @@ class Engine:
             self._tiers.on_close()
 
     def step(self) -> list[TokenEvent]:
-        """Launch a step for all that fits, and return what the steps that were booked meanwhile yielded. Idle: nothing happens."""
+        """Launch a step for all that fits, and return what the steps that were booked meanwhile yielded.
+        Idle: nothing happens."""
         events = self._step()
         self._publish()
         return events
@@ -253,7 +293,9 @@ class Engine:
         events = self._commit(leave=0) if self._in_flight and self._scheduler.must_wait() else []
         began = perf_counter()
         self._watchdog.before_step(self)
-        planned = self._scheduler.plan(self._watchdog.limit_drafts(self._scheduler.running, self._next_depth()))
+        planned = self._scheduler.plan(
+            self._watchdog.limit_drafts(self._scheduler.running, self._next_depth())
+        )
         for new_request in planned.plan.new_requests:
             req = self._scheduler.live[new_request.id]
             req.start_time = perf_counter() if req.start_time is None else req.start_time
@@ -264,11 +306,12 @@ class Engine:
         return events + self._commit(leave=self._overlap if going else max(len(self._in_flight) - 1, 0))
 
     def try_out(self, compiles: bool = False) -> None:
-        """Compute a few tokens, of which nothing remains. Raises LoadError where that fails: weights that are finite, each by itself, may
-        be damaged all the same, and kernels may not run here.
+        """Compute a few tokens, of which nothing remains. Raises LoadError where that fails: weights that are
+        finite, each by itself, may be damaged all the same, and kernels may not run here.
 
-        `compiles`: kernels are compiled when they first meet a size. Then prompt chunks of all sizes and batches of all sizes are
-        computed, in powers of two, so that the first real ones wait for no compiler."""
+        `compiles`: kernels are compiled when they first meet a size. Then prompt chunks of all sizes and
+        batches of all sizes are computed, in powers of two, so that the first real ones wait for no
+        compiler."""
         # No page of a trial is kept, in no tier, and none is found: each prompt is computed whole.
         fingerprint, self._fingerprint = self._fingerprint, None
         self._try([1])
@@ -279,7 +322,12 @@ class Engine:
                 self._try([length], launched=True)
             for requests in ladder(self._max_running):
                 self._try([1] * requests, launched=True)
-            log.info("warmed up in %.1f s: prompts of up to %d tokens, %d requests", perf_counter() - began, longest, self._max_running)
+            log.info(
+                "warmed up in %.1f s: prompts of up to %d tokens, %d requests",
+                perf_counter() - began,
+                longest,
+                self._max_running,
+            )
         if self.policy is not None:
             measure(self, self.policy, self._max_running)
         self._watchdog.start(self)
@@ -290,16 +338,26 @@ class Engine:
         self._stats = new_stats(self._runner.sizes.depth, self._pages.total, self._drafter)
 
     def _try(self, lengths: Seq[int], launched: bool = False) -> None:
-        """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for the output prevents."""
+        """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for
+        the output prevents."""
         for number, length in enumerate(lengths):
             tokens = min(4, self.context_length - length)
-            # A seed of its own: none is drawn, so that --random-seed gives the first request what it gives without a trial.
-            sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens * launched, temperature=0, ignore_eos=not launched, seed=0)
+            # A seed of its own: none is drawn, so that --random-seed gives the first request what it gives
+            # without a trial.
+            sampling = SamplingParams(
+                max_tokens=tokens,
+                min_tokens=tokens * launched,
+                temperature=0,
+                ignore_eos=not launched,
+                seed=0,
+            )
             self.add(Request(f"try out {number}", [0] * length, sampling))
         while self.has_work:
             for event in self.step():
                 if event.error is not None:
-                    raise LoadError(f"the model fails to produce a token, its weights may be damaged: {event.error}")
+                    raise LoadError(
+                        f"the model fails to produce a token, its weights may be damaged: {event.error}"
+                    )
 
     def check_integrity(self) -> None:
         """Raise unless pages, seats and queues agree; while idle, unless all pages and seats are free."""
@@ -310,7 +368,8 @@ class Engine:
         self._runner.check()
 
     def _report(self, outcomes: Seq[RequestOutput], planned: ScheduledStep | None = None) -> list[TokenEvent]:
-        """Of one step, before another is booked: what has ended must not seem to have ended earlier. `planned`: it, if it was computed."""
+        """Of one step, before another is booked: what has ended must not seem to have ended earlier.
+        `planned`: it, if it was computed."""
         count_step(self._stats, planned, outcomes)
         verified = any(outcome.proposal.tokens for outcome in outcomes)
         outcomes = self._watchdog.client_outputs(outcomes, verified)
@@ -321,7 +380,9 @@ class Engine:
         return [event_of(outcome, perf_counter()) for outcome in outcomes]
 
     def _next_depth(self) -> int:
-        crowded = self._watchdog.suspended or (self._plain_above is not None and len(self._scheduler.running) > self._plain_above)
+        crowded = self._watchdog.suspended or (
+            self._plain_above is not None and len(self._scheduler.running) > self._plain_above
+        )
         if self.policy is not None and not crowded:
             return self.policy.choose(self._scheduler.running)
         return 0 if crowded else self._draft_depth
@@ -352,7 +413,9 @@ class Engine:
         if self._draft_depth == 0 or not planned.reqs:
             return
         passes = passes_of(planned.plan)
-        self._stats.steps_per_depth[passes] += passes > 0 or any(span.drafts_next for span in planned.plan.spans)
+        self._stats.steps_per_depth[passes] += passes > 0 or any(
+            span.drafts_next for span in planned.plan.spans
+        )
         if self.policy is not None:
             self.policy.stepped(planned, passes, seconds)
 
@@ -379,7 +442,9 @@ class Engine:
             self._require_known(word, "bad_words")
         self._require_known(request.prediction, "prediction")
         if prompt >= context:
-            raise InvalidRequest(f"prompt has {prompt} tokens, but prompt and output together are at most {context}", "prompt")
+            raise InvalidRequest(
+                f"prompt has {prompt} tokens, but prompt and output together are at most {context}", "prompt"
+            )
         require_fit(prompt, request.sampling, context)
         require_room(request, context)
         sampling.check_policy(self._policy)
@@ -387,7 +452,9 @@ class Engine:
     def _require_known(self, ids: Iterable[int], param: str) -> None:
         for token in ids:
             if not 0 <= token < self.card.vocab:
-                raise InvalidRequest(f"{param} must be token ids in [0, {self.card.vocab - 1}], got {token}", param)
+                raise InvalidRequest(
+                    f"{param} must be token ids in [0, {self.card.vocab - 1}], got {token}", param
+                )
 
 
 def _require_device(error: Exception) -> None:

@@ -1,4 +1,5 @@
-"""Grammars compiled before they are needed: when a request arrives, beside the steps. The runner takes them when it seats the request."""
+"""Grammars compiled before they are needed: when a request arrives, beside the steps. The runner takes them
+when it seats the request."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ MOST = 1024  # compiled and not taken: of requests that wait, or went away befor
 
 
 class PreparedGrammars:
-    """core.protocols.GrammarCompiler: each state is given once, since what a text does to it cannot be undone. `coming` is told of each
-    grammar before it is compiled."""
+    """core.protocols.GrammarCompiler: each state is given once, since what a text does to it cannot be
+    undone. `coming` is told of each grammar before it is compiled."""
 
-    def __init__(self, compiler: GrammarCompiler, coming: Callable[[GrammarSpec], None] = lambda spec: None) -> None:
+    def __init__(
+        self, compiler: GrammarCompiler, coming: Callable[[GrammarSpec], None] = lambda spec: None
+    ) -> None:
         self._compiler, self._coming = compiler, coming
         self._ready: deque[tuple[GrammarSpec, Grammar]] = deque(maxlen=MOST)
         self._lock = Lock()

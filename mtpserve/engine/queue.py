@@ -1,11 +1,12 @@
-"""Who is served next: the requests that wait, in the order of arrival, and the order in which the policy would admit them.
+"""Who is served next: the requests that wait, in the order of arrival, and the order in which the policy
+would admit them.
 
     fcfs       in the order of arrival
     priority   lower priorities first, then in the order of arrival
     lpm        the longest matching prefix first: what is cached is used before it is evicted
 
-Under lpm those that have run before and lost their pages come first, and a request is overtaken by a bounded number of later ones: after
-that it is served first. Nobody starves.
+Under lpm those that have run before and lost their pages come first, and a request is overtaken by a bounded
+number of later ones: after that it is served first. Nobody starves.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class SchedulingPolicy:
     long_prompt: int | None = None  # with more tokens than this to compute a prompt is long; None: none is
     long_rows: int = 1 << 30  # that each long prompt gets in a step at most, while others live
     max_long: int = 1  # long prompts that get rows in one step
-    reserved: float = 0.0  # share of the tokens that running requests may still produce for which admission leaves pages
+    # share of the tokens that running requests may still produce for which admission leaves pages
+    reserved: float = 0.0
 
     @staticmethod
     def of(config: SchedulerConfig, long_rows: int | None) -> SchedulingPolicy:

@@ -1,15 +1,18 @@
-"""Which rows the next step computes, for whom, on which pages; and what the step's result does to the requests.
+"""Which rows the next step computes, for whom, on which pages; and what the step's result does to the
+requests.
 
-Pure Python over sequences and page counts. It is not the loop (engine.py) and holds no tensor. Two promises shape it:
+Pure Python over sequences and page counts. It is not the loop (engine.py) and holds no tensor. Two promises
+shape it:
 
 * A request's text depends on the request alone. Its drafts are verified whole or not yet, never trimmed to fit a budget, and
   one that was preempted goes on from the very token and drafts that it had.
 * The first in order always makes progress: pages run out at the expense of the last, and every decoding request gets
   its turn within a bounded number of steps.
 
-A step may be planned while others are in flight, from what is certain about them: see core/request_state. `must_wait` says when that is
-not enough. A request whose end was not read yet gets spans without effect: `commit` drops them unread, and since the device
-works in order, pages that were released in the meantime are written by their next holder after that.
+A step may be planned while others are in flight, from what is certain about them: see core/request_state.
+`must_wait` says when that is not enough. A request whose end was not read yet gets spans without effect:
+`commit` drops them unread, and since the device works in order, pages that were released in the meantime are
+written by their next holder after that.
 """
 
 from __future__ import annotations
@@ -30,7 +33,17 @@ from mtpserve.core.request_state import RequestState
 from mtpserve.engine.pages.prefixes import Prefixes
 from mtpserve.engine.pages.tiers import Tiers
 from mtpserve.engine.queue import LOOKS, QUEUE_KEY, UNLIMITED, SchedulingPolicy, WaitingQueue
-from mtpserve.engine.spans import admission, chunk, decodes, deferred, ends, new_pages, next_span, to_compute, useful_drafts
+from mtpserve.engine.spans import (
+    admission,
+    chunk,
+    decodes,
+    deferred,
+    ends,
+    new_pages,
+    next_span,
+    to_compute,
+    useful_drafts,
+)
 from mtpserve.engine.steps import RequestOutput, ScheduledStep
 from mtpserve.engine.stopping import until_stop
 
@@ -38,20 +51,23 @@ MOST_EXPECTED = 4096  # tokens that a request is expected to produce at most, wh
 
 
 class Scheduler:
-    """`running` and `waiting` are in the order of arrival, always, and of arrival within a priority where requests have one. A seat, once
-    given, is lost for want of pages alone.
+    """`running` and `waiting` are in the order of arrival, always, and of arrival within a priority where
+    requests have one. A seat, once given, is lost for want of pages alone.
 
     running | a b c d |  waiting | e f g |
                     d ←──────── admission takes the first in the policy's order (engine/queue) that may run now
                     └─────────→ preemption takes the last that runs, and puts it in its place in line
 
-    A request that waits for its turn is passed over in two cases: another one is just computing pages that it can use, or as many long
-    prompts as may be computed together run already. It is not passed over for want of pages.
+    A request that waits for its turn is passed over in two cases: another one is just computing pages that it
+    can use, or as many long prompts as may be computed together run already. It is not passed over for want
+    of pages.
     """
 
     def __init__(
-        self, pages: PageGroups, *, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int],
-        service: SchedulingPolicy = UNLIMITED, observer: CacheObserver | None = None, tiers: Tiers | None = None,
+        self, pages: PageGroups, *, max_running: int, token_budget: int, max_drafts: int,
+        eos_ids: Collection[int],
+        service: SchedulingPolicy = UNLIMITED, observer: CacheObserver | None = None,
+        tiers: Tiers | None = None,
         max_deferred_tokens: int = 0, drafter: str = MTP, apart: bool = False,
     ) -> None:  # fmt: skip
         """`apart`: prompts are not computed together with requests that decode."""
@@ -60,7 +76,8 @@ class Scheduler:
         self._pages = pages
         self._max_running, self._token_budget, self._max_drafts = max_running, token_budget, max_drafts
         self._sources = Source.names(drafter)
-        self.max_deferred_tokens = max_deferred_tokens  # rows of a request that wait for a draft model to absorb them
+        # rows of a request that wait for a draft model to absorb them
+        self.max_deferred_tokens = max_deferred_tokens
         self._apart = apart
         self._eos_ids = frozenset(eos_ids)
         self._policy = service
@@ -88,7 +105,8 @@ class Scheduler:
         return self._waiting_queue.reqs
 
     def add(self, req: RequestState) -> None:
-        """The caller has checked that without other requests there are pages for `max_num_tokens` tokens and the lookahead."""
+        """The caller has checked that without other requests there are pages for `max_num_tokens` tokens and
+        the lookahead."""
         assert req.id not in self.live
         self.live[req.id] = req
         req.queue_key = (req.sampling.priority, self._arrivals)
@@ -97,7 +115,8 @@ class Scheduler:
         self._waiting_queue.add(req)
 
     def abort(self, request_id: str) -> RequestState | None:
-        """End a live request, also between plan and commit: the result of its span is then ignored. None: no such request."""
+        """End a live request, also between plan and commit: the result of its span is then ignored. None: no
+        such request."""
         req = self.live.get(request_id)
         if req is not None:
             self._end(req, Finish.ABORT)
@@ -106,24 +125,34 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------ plan
 
     def must_wait(self) -> bool:
-        """The steps in flight must be booked before another is planned: a request requires it, or another would be preempted."""
+        """The steps in flight must be booked before another is planned: a request requires it, or another
+        would be preempted."""
         ahead = [req for req in self.running if req.in_flight]
         if not ahead:
             return False
-        missing = [lacking for req in self.running if not ends(req) and (lacking := self._missing_blocks(req))]
+        missing = [
+            lacking for req in self.running if not ends(req) and (lacking := self._missing_blocks(req))
+        ]
         too_few = bool(missing) and not self._pages.are_free(map(sum, zip(*missing, strict=True)))
         return too_few or any(req.is_synchronous for req in ahead)
 
     def plan(self, draft_depth: int) -> ScheduledStep:
-        """The next step, which drafts `draft_depth` deep for the one after it: decoding requests, then prompt chunks, then new requests.
-        Has spans while a request lives, unless what is in flight ends them all."""
+        """The next step, which drafts `draft_depth` deep for the one after it: decoding requests, then prompt
+        chunks, then new requests. Has spans while a request lives, unless what is in flight ends them all."""
         self._pages.settle()
         decoding = self._allocate_blocks()
         planned, left = self._decoding(decoding)
         others = self.running if len(decoding) < len(self.running) else []
-        prompts, new_requests = self._prompts([req for req in others if not decodes(req) and not ends(req)], left)
+        prompts, new_requests = self._prompts(
+            [req for req in others if not decodes(req) and not ends(req)], left
+        )
         if self.max_deferred_tokens:
-            planned = deferred(planned, draft_depth, self.max_deferred_tokens, beside_prompts=bool(prompts) and not self._apart)
+            planned = deferred(
+                planned,
+                draft_depth,
+                self.max_deferred_tokens,
+                beside_prompts=bool(prompts) and not self._apart,
+            )
         keeps = self._prefixes.keep(planned, prompts)
         planned += prompts
         busy = self.moving or any(req.in_flight for req in self.running)
@@ -135,11 +164,13 @@ class Scheduler:
         pages = [new for req, _ in planned if req.has_new_blocks for new in new_pages(req, self._pages.dense)]
         transfers = [] if self._tiers is None else self._tiers.take_outgoing()
         return ScheduledStep(
-            StepPlan([span for _, span in planned], draft_depth, new_requests, pages, transfers, keeps), [req for req, _ in planned]
+            StepPlan([span for _, span in planned], draft_depth, new_requests, pages, transfers, keeps),
+            [req for req, _ in planned],
         )
 
     def _decoding(self, ready: list[RequestState]) -> tuple[list[tuple[RequestState, SpanPlan]], int]:
-        """Spans with one token and all its drafts, and what is left of the budget. Who finds no room is first in the next step.
+        """Spans with one token and all its drafts, and what is left of the budget. Who finds no room is first
+        in the next step.
 
         turns   | a b | c d e |   →   | c d | e a b |   →   | e a | b c d |      with room for two
         """
@@ -155,14 +186,22 @@ class Scheduler:
                 continue
             spans.append((req, span))
             left -= span.num_rows
-        self._decode_order = {request_id: turn for turn, request_id in enumerate(late + [req.id for req, _ in spans])} if late else {}
+        self._decode_order = (
+            {request_id: turn for turn, request_id in enumerate(late + [req.id for req, _ in spans])}
+            if late
+            else {}
+        )
         return spans, left
 
-    def _prompts(self, running: Seq[RequestState], left: int) -> tuple[list[tuple[RequestState, SpanPlan]], list[NewRequest]]:
-        """Chunks of prompts, `left` rows in all: of those that run, then of those that are admitted, each in its order.
+    def _prompts(
+        self, running: Seq[RequestState], left: int
+    ) -> tuple[list[tuple[RequestState, SpanPlan]], list[NewRequest]]:
+        """Chunks of prompts, `left` rows in all: of those that run, then of those that are admitted, each in
+        its order.
 
-        Short prompts come first, and in every other step long ones get no rows beside them. Then come a few long ones, each with a bounded
-        number of rows as long as others live. So steps stay short, and short prompts do not wait for the ends of long ones.
+        Short prompts come first, and in every other step long ones get no rows beside them. Then come a few
+        long ones, each with a bounded number of rows as long as others live. So steps stay short, and short
+        prompts do not wait for the ends of long ones.
         """
         service, alone = self._policy, len(self.live) == 1
         long = [req for req in running if self._is_long(req, req.num_shared_tokens)]
@@ -175,12 +214,15 @@ class Scheduler:
             left -= sum(rows for _, rows in prompts)
             more, others = self._share(long, left, long=True, limit=left if alone else service.long_rows)
             prompts, admitted = prompts + more, admitted + others
-        return [(req, chunk(req, self._prefixes.rows(req, rows))) for req, rows in prompts], [admission(req) for req in admitted]
+        return [(req, chunk(req, self._prefixes.rows(req, rows))) for req, rows in prompts], [
+            admission(req) for req in admitted
+        ]
 
     def _share(
         self, running: Seq[RequestState], left: int, long: bool, limit: int | None = None
     ) -> tuple[list[tuple[RequestState, int]], list[RequestState]]:
-        """Prompts with their rows, `left` in all and `limit` of each, and those of them that were admitted just now."""
+        """Prompts with their rows, `left` in all and `limit` of each, and those of them that were admitted
+        just now."""
         queue, prompts, admitted = deque(running), list[tuple[RequestState, int]](), list[RequestState]()
         while left > 0 and not (long and len(prompts) == self._policy.max_long):
             req = queue.popleft() if queue else self._admit_next(long)
@@ -198,8 +240,8 @@ class Scheduler:
         return self._policy.long_prompt is not None and req.prefill_end - start > self._policy.long_prompt
 
     def _admit_next(self, long: bool) -> RequestState | None:
-        """Seat the next that waits, with pages for all that it has to compute. `long`: a long prompt may be next. None: nobody can be
-        seated."""
+        """Seat the next that waits, with pages for all that it has to compute. `long`: a long prompt may be
+        next. None: nobody can be seated."""
         if not self._waiting_queue.reqs or not self._free_req_indices:
             return None
         for req in islice(self._waiting_queue.order(self._prefixes.expected), LOOKS):
@@ -210,14 +252,23 @@ class Scheduler:
             start = min(columns * self._pages.page_size, req.prefill_end - 1)
             if not long and self._is_long(req, columns * self._pages.page_size):
                 continue
-            # With the rows of a verification this is no less than a victim of preemption gave up, of which an older request has
-            # taken some: it cannot come back within the same plan, nor lack pages itself for the first span that decodes again.
-            held = self._pages.seat(req.block_hashes[:columns], start, to_compute(req), req.num_lookahead_tokens, self._reserved())
+            # With the rows of a verification this is no less than a victim of preemption gave up, of which an
+            # older request has taken some: it cannot come back within the same plan, nor lack pages itself
+            # for the first span that decodes again.
+            held = self._pages.seat(
+                req.block_hashes[:columns], start, to_compute(req), req.num_lookahead_tokens, self._reserved()
+            )
             if held is None:
                 return None
-            req.blocks, req.has_new_blocks, req.num_shared_tokens = held, True, columns * self._pages.page_size
+            req.blocks, req.has_new_blocks, req.num_shared_tokens = (
+                held,
+                True,
+                columns * self._pages.page_size,
+            )
             req.start_state = self._pages.state_of(held)
-            req.num_computed_tokens = req.num_stored_tokens = req.num_scheduled_tokens = req.num_state_tokens = start
+            req.num_computed_tokens = req.num_stored_tokens = req.num_scheduled_tokens = (
+                req.num_state_tokens
+            ) = start
             if not req.has_run:
                 req.num_cached_tokens, req.has_run = start, True
             self._prefixes.seat(req, columns)
@@ -237,23 +288,27 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------- pages
 
     def _missing_blocks(self, req: RequestState) -> list[int]:
-        """Pages of each group that a running request lacks for its next span; empty: it has them. A prompt lacks none but those of
-        windows that move on: admission took the others."""
+        """Pages of each group that a running request lacks for its next span; empty: it has them. A prompt
+        lacks none but those of windows that move on: admission took the others."""
         tokens = len(req.tokens) + useful_drafts(req) if decodes(req) else to_compute(req)
         if self._pages.has(req.blocks, tokens + req.num_lookahead_tokens):
             return []
         return self._pages.missing(req.blocks, req.num_scheduled_tokens, tokens, req.num_lookahead_tokens)
 
     def _allocate_blocks(self) -> list[RequestState]:
-        """Give every request the pages of its next span, in order → those that decode. Without windows prompt chunks need none:
-        admission took theirs."""
+        """Give every request the pages of its next span, in order → those that decode. Without windows prompt
+        chunks need none: admission took theirs."""
         decoding = [req for req in self.running if decodes(req)]
         for req in [req for req in self.running if not ends(req)] if self._pages.windowed else decoding:
             if req.req_idx is not None:
                 if self._pages.windowed:
-                    # What its windows have left, and what others may find of that: pages get their keys when they are booked. The steps in
-                    # flight still read them; but only later ones write to them, and the device works in their order.
-                    self._pages.advance(req.blocks, req.num_scheduled_tokens if req.hash_root is None else req.num_computed_tokens)
+                    # What its windows have left, and what others may find of that: pages get their keys when
+                    # they are booked. The steps in flight still read them; but only later ones write to them,
+                    # and the device works in their order.
+                    self._pages.advance(
+                        req.blocks,
+                        req.num_scheduled_tokens if req.hash_root is None else req.num_computed_tokens,
+                    )
                 self._allocate(req)
         return [req for req in decoding if req.req_idx is not None]
 
@@ -262,7 +317,8 @@ class Scheduler:
         if not missing:
             return
         while not self._pages.are_free(missing):
-            # Ends: the pool holds the first request alone, and a request that turns out to be the last gives way itself.
+            # Ends: the pool holds the first request alone, and a request that turns out to be the last gives
+            # way itself.
             if self._preempt_last() is req:
                 return
         self._pages.extend(req.blocks, missing)
@@ -293,20 +349,26 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- commit
 
     def commit(self, planned: ScheduledStep, result: StepResult) -> list[RequestOutput]:
-        """Book a step. Requests that got neither tokens nor an end have no outcome. Raises ValueError, and changes nothing, for
-        a result that does not fit the plan."""
+        """Book a step. Requests that got neither tokens nor an end have no outcome. Raises ValueError, and
+        changes nothing, for a result that does not fit the plan."""
         if self._tiers is not None:
             self._tiers.commit(result.transferred)
         spans = planned.plan.spans
         if len(result.spans) != len(spans):
             raise ValueError(f"{len(spans)} spans but {len(result.spans)} results")
         # What came of a request that has ended in the meantime is dropped unread.
-        entries = [entry for entry in zip(planned.reqs, spans, result.spans, strict=True) if entry[0].finish is None]
+        entries = [
+            entry for entry in zip(planned.reqs, spans, result.spans, strict=True) if entry[0].finish is None
+        ]
         for req, span, booked in entries:
             self._check(req, span, booked)
         checkpoints = {checkpoint.req_idx: checkpoint for checkpoint in planned.plan.checkpoints}
         outcomes = (self._book(*entry, checkpoints.get(entry[1].req_idx)) for entry in entries)
-        return [outcome for outcome in outcomes if outcome.tokens or outcome.prompt_logprobs or outcome.req.finish is not None]
+        return [
+            outcome
+            for outcome in outcomes
+            if outcome.tokens or outcome.prompt_logprobs or outcome.req.finish is not None
+        ]
 
     def fail(self, reqs: Seq[RequestState], error: str) -> list[RequestOutput]:
         """End those of `reqs` that still live with an error."""
@@ -325,8 +387,12 @@ class Scheduler:
         if not fits and result.error is None:
             raise ValueError(f"the result of request {req.id} does not fit its span: {result}")
 
-    def _book(self, req: RequestState, span: SpanPlan, result: SpanResult, kept_state: StateCheckpoint | None) -> RequestOutput:
-        proposal = Proposal(result.proposed, result.parents, [self._sources[who] for who in result.sources], result.path)
+    def _book(
+        self, req: RequestState, span: SpanPlan, result: SpanResult, kept_state: StateCheckpoint | None
+    ) -> RequestOutput:
+        proposal = Proposal(
+            result.proposed, result.parents, [self._sources[who] for who in result.sources], result.path
+        )
         if result.error is not None:
             self._end(req, Finish.ERROR, result.error)
             return RequestOutput(req, [], proposal=proposal)
@@ -342,14 +408,22 @@ class Scheduler:
         if not req.in_flight:
             req.num_draft_tokens = result.num_draft_tokens
         req.tokens += tokens
-        scores = None if result.prompt_logprobs is None else result.prompt_logprobs[max(req.num_scored_prompt_tokens - span.start, 0) :]
-        req.num_scored_prompt_tokens = max(req.num_scored_prompt_tokens, min(span.start + span.num_tokens, req.num_prompt_tokens - 1))
+        scores = (
+            None
+            if result.prompt_logprobs is None
+            else result.prompt_logprobs[max(req.num_scored_prompt_tokens - span.start, 0) :]
+        )
+        req.num_scored_prompt_tokens = max(
+            req.num_scored_prompt_tokens, min(span.start + span.num_tokens, req.num_prompt_tokens - 1)
+        )
         self._prefixes.commit(req, settled, kept_state)
         if finish is not None:
             self._end(req, finish)
         assert finish is not None or req.num_computed_tokens < len(req.tokens) < req.max_num_tokens
         logprobs = None if result.logprobs is None else result.logprobs[: len(tokens)]
-        return RequestOutput(req, tokens, min(result.num_accepted_tokens, len(tokens)), proposal, logprobs, scores or None)
+        return RequestOutput(
+            req, tokens, min(result.num_accepted_tokens, len(tokens)), proposal, logprobs, scores or None
+        )
 
     def _end(self, req: RequestState, finish: Finish, error: str | None = None) -> None:
         req.num_draft_tokens, req.finish, req.error = 0, finish, error
@@ -363,12 +437,20 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
-        """Raise unless pages, seats and queues agree; with no live request this means that every page and seat is free."""
+        """Raise unless pages, seats and queues agree; with no live request this means that every page and
+        seat is free."""
         loading = [] if self._tiers is None else self._tiers.holders
-        self._pages.check_integrity([*(req.blocks for req in self.live.values()), *loading], self._prefixes.states)
+        self._pages.check_integrity(
+            [*(req.blocks for req in self.live.values()), *loading], self._prefixes.states
+        )
         seats = [req.req_idx for req in self.running if req.req_idx is not None]
-        if sorted(seats + self._free_req_indices) != list(range(self._max_running)) or len(seats) != len(self.running):
-            raise RuntimeError(f"{len(self.running)} requests run in seats {sorted(seats)} while {sorted(self._free_req_indices)} are free")
+        if sorted(seats + self._free_req_indices) != list(range(self._max_running)) or len(seats) != len(
+            self.running
+        ):
+            raise RuntimeError(
+                f"{len(self.running)} requests run in seats {sorted(seats)} while "
+                f"{sorted(self._free_req_indices)} are free"
+            )
         if sorted(req.id for req in (*self.running, *self.waiting)) != sorted(self.live):
             raise RuntimeError("running and waiting requests are not the live ones")
         if any(queue != sorted(queue, key=QUEUE_KEY) for queue in (self.running, self.waiting)):

@@ -25,7 +25,8 @@ def useful_drafts(req: RequestState) -> int:
 
 
 def to_compute(req: RequestState) -> int:
-    """Tokens that a request without a seat, or with a part of its prompt computed, comes to by its first verification."""
+    """Tokens that a request without a seat, or with a part of its prompt computed, comes to by its first
+    verification."""
     return min(len(req.tokens) + req.num_write_ahead + 1, req.max_num_tokens)
 
 
@@ -36,7 +37,13 @@ def next_span(req: RequestState, length: int, drafts: int = 0) -> SpanPlan:
     samples = end == expected
     drafts_next = samples or (expected > req.num_prompt_tokens and end == expected - 1)
     return SpanPlan(
-        req.req_idx, req.num_scheduled_tokens, length, drafts, samples, drafts_next, req.max_draft_tokens if drafts_next else None
+        req.req_idx,
+        req.num_scheduled_tokens,
+        length,
+        drafts,
+        samples,
+        drafts_next,
+        req.max_draft_tokens if drafts_next else None,
     )
 
 
@@ -50,9 +57,13 @@ def chunk(req: RequestState, rows: int) -> SpanPlan:
 
 
 def deferred(
-    decoding: list[tuple[RequestState, SpanPlan]], draft_depth: int, max_deferred_tokens: int, beside_prompts: bool
+    decoding: list[tuple[RequestState, SpanPlan]],
+    draft_depth: int,
+    max_deferred_tokens: int,
+    beside_prompts: bool,
 ) -> list[tuple[RequestState, SpanPlan]]:
-    """Decides for each decoding span when the draft model stores the KV of its row: with this step, or with a later one.
+    """Decides for each decoding span when the draft model stores the KV of its row: with this step, or with a
+    later one.
 
     draft_depth 0, no drafts to verify     defer, until a request has `max_deferred_tokens` such rows
     drafts are wanted or verified          store all deferred rows now
@@ -71,14 +82,20 @@ def deferred(
         defers = may_defer and (not beside_prompts or (req.num_deferred_tokens > 0 and not is_full))
         num_rows = req.num_deferred_tokens if is_full or not defers else 0
         req.num_deferred_tokens += defers - num_rows
-        spans.append((req, replace(span, defers_kv=defers, num_deferred_tokens=num_rows) if defers or num_rows else span))
+        spans.append(
+            (
+                req,
+                replace(span, defers_kv=defers, num_deferred_tokens=num_rows) if defers or num_rows else span,
+            )
+        )
     return spans
 
 
 def admission(req: RequestState) -> NewRequest:
     assert req.req_idx is not None
     return NewRequest(
-        req.req_idx, req.id, list(req.tokens), req.num_prompt_tokens, req.num_computed_tokens, req.max_num_tokens, req.seed, req.sampling,
+        req.req_idx, req.id, list(req.tokens), req.num_prompt_tokens, req.num_computed_tokens,
+        req.max_num_tokens, req.seed, req.sampling,
         req.bad_words, req.prediction, req.max_depth, req.num_shared_tokens, req.coupled, req.start_state,
     )  # fmt: skip
 

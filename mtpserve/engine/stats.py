@@ -1,4 +1,5 @@
-"""The counters of one engine, and what a step yielded for a request as an event. What both mean is written in core/request."""
+"""The counters of one engine, and what a step yielded for a request as an event. What both mean is written in
+core/request."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from mtpserve.spec.counts import count_verification
 
 
 def count(stats: EngineStats, outcome: RequestOutput) -> None:
-    """Add one request's share of one step. A prompt counts once, with its first token, however often it was recomputed."""
+    """Add one request's share of one step. A prompt counts once, with its first token, however often it was
+    recomputed."""
     req = outcome.req
     stats.failed_requests_total += req.finish is Finish.ERROR
     if not outcome.tokens:
@@ -25,9 +27,13 @@ def count(stats: EngineStats, outcome: RequestOutput) -> None:
 
 
 def count_step(stats: EngineStats, planned: ScheduledStep | None, outcomes: Sequence[RequestOutput]) -> None:
-    """Add one step's tokens: those of prompts that it computed, and those that it generated; none that it rejected. None: it failed."""
+    """Add one step's tokens: those of prompts that it computed, and those that it generated; none that it
+    rejected. None: it failed."""
     tokens = (
-        sum(span.num_tokens for span in planned.plan.spans) + sum(outcome.num_accepted_tokens for outcome in outcomes) if planned else 0
+        sum(span.num_tokens for span in planned.plan.spans)
+        + sum(outcome.num_accepted_tokens for outcome in outcomes)
+        if planned
+        else 0
     )
     if tokens:
         stats.step_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
@@ -41,6 +47,7 @@ def event_of(outcome: RequestOutput, now: float) -> TokenEvent:
     if outcome.tokens and req.num_output_tokens == len(outcome.tokens) and req.start_time is not None:
         times = FirstTokenTimes(req.start_time - req.arrival_time, now - req.start_time)
     return TokenEvent(
-        req.id, outcome.tokens, outcome.num_accepted_tokens, outcome.proposal, req.finish, req.error, outcome.logprobs,
+        req.id, outcome.tokens, outcome.num_accepted_tokens, outcome.proposal, req.finish, req.error,
+        outcome.logprobs,
         outcome.prompt_logprobs, times, 0 if times is None else req.num_cached_tokens, req.kv_offer,
     )  # fmt: skip

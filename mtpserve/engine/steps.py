@@ -19,7 +19,8 @@ class ScheduledStep(NamedTuple):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):
-    """What one step gave one request, surplus after a stop already dropped. `req.finish` says whether it goes on."""
+    """What one step gave one request, surplus after a stop already dropped. `req.finish` says whether it goes
+    on."""
 
     req: RequestState
     tokens: list[int]

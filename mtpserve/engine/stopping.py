@@ -1,4 +1,5 @@
-"""Where a request's token run ends. Stop strings are not here: they need text, so the text layer finds them and aborts."""
+"""Where a request's token run ends. Stop strings are not here: they need text, so the text layer finds them
+and aborts."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from mtpserve.core.request import Finish
 from mtpserve.core.request_state import RequestState
 
 
-def until_stop(req: RequestState, tokens: list[int], eos_ids: Collection[int]) -> tuple[list[int], Finish | None]:
+def until_stop(
+    req: RequestState, tokens: list[int], eos_ids: Collection[int]
+) -> tuple[list[int], Finish | None]:
     """What of a step's `tokens` the request keeps, and why it ends there; None: it goes on.
 
         accepted run   a b E c d       E stops: keep a b E, drop c d before anyone sees or counts them

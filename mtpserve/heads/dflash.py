@@ -1,19 +1,23 @@
-"""DFlash (https://arxiv.org/abs/2602.06036) and DFlash2 (github.com/z-lab/dflash): some layers propose a block of tokens in one pass.
+"""DFlash (https://arxiv.org/abs/2602.06036) and DFlash2 (github.com/z-lab/dflash): some layers propose a
+block of tokens in one pass.
 
-Of what is committed each layer has keys and values alone, made from the outputs of some of the trunk's layers, joined by `fc` and normed.
-The block is the embeddings of the last token and of a mask for each draft. Its rows see the context and each other, in causal layers only
-those before them, and a mask's output is the draft at its place. Embedding and language-model head are the trunk's.
+Of what is committed each layer has keys and values alone, made from the outputs of some of the trunk's
+layers, joined by `fc` and normed. The block is the embeddings of the last token and of a mask for each draft.
+Its rows see the context and each other, in causal layers only those before them, and a mask's output is the
+draft at its place. Embedding and language-model head are the trunk's.
 
-DFlash2 has two more parts. Convolutions over the block's rows before and after each attention and feed-forward block mix a row with those
-before it (layers/mixers/block_convolution). And a selector rescores a place's best candidates by the token before it:
-logit + <A[token before] * H(h), B[candidate]>. Other tokens are not proposed.
+DFlash2 has two more parts. Convolutions over the block's rows before and after each attention and
+feed-forward block mix a row with those before it (layers/mixers/block_convolution). And a selector rescores a
+place's best candidates by the token before it: logit + <A[token before] * H(h), B[candidate]>. Other tokens
+are not proposed.
 
-A corrector on a block backbone fits as the selector does: the state that is handed from draft to draft is the outputs for those that are
-left, `step` is told the token that was drafted, and `logits` joins both. So would DSpark's logits of the token before and LiLiCorr's
-correction, whose own numbers, where it carries any from draft to draft, are a part of that state.
+A corrector on a block backbone fits as the selector does: the state that is handed from draft to draft is the
+outputs for those that are left, `step` is told the token that was drafted, and `logits` joins both. So would
+DSpark's logits of the token before and LiLiCorr's correction, whose own numbers, where it carries any from
+draft to draft, are a part of that state.
 
-In a window the rows of a block that is not causal see what its last one sees: of long texts the first of them up to 7 tokens less than in
-training.
+In a window the rows of a block that is not causal see what its last one sees: of long texts the first of them
+up to 7 tokens less than in training.
 """
 
 from __future__ import annotations
@@ -53,15 +57,21 @@ class DFlashLayer(nn.Module):
     def __init__(self, arch: DFlashArch, kind: Attention, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
         model_arch, hidden = arch.model, arch.model.hidden
-        self.attention_norm, self.mlp_norm = RMSNorm(hidden, model_arch.norm_eps, kernels), RMSNorm(hidden, model_arch.norm_eps, kernels)
+        self.attention_norm, self.mlp_norm = (
+            RMSNorm(hidden, model_arch.norm_eps, kernels),
+            RMSNorm(hidden, model_arch.norm_eps, kernels),
+        )
         self.attention = GQA(model_arch, kind, method, kernels)
         self.mlp = MLP(hidden, model_arch.intermediate, method, kernels)
         taps, group = arch.convolution or (0, 1)
         self.attention_conv = BlockConvolution(hidden, taps, group, method) if taps else None
         self.mlp_conv = BlockConvolution(hidden, taps, group, method) if taps else None
 
-    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation, context: Context, block: int) -> tuple[Tensor, Tensor]:
-        """x [T, hidden], rows of blocks of `block` → the output as two terms, as layers.decoder.DecoderLayer's."""
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, context: Context, block: int
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, hidden], rows of blocks of `block` → the output as two terms, as
+        layers.decoder.DecoderLayer's."""
         x, residual = self.attention_norm.add(x, residual)
         if self.attention_conv is None or self.mlp_conv is None:
             x = self.attention(x, rotation, context)
@@ -80,7 +90,10 @@ class CandidateSelector(nn.Module):
     def __init__(self, selector: Selector, arch: ModelArch, method: LinearMethod) -> None:
         super().__init__()
         self.best = selector.best
-        self.before, self.candidate = Embedding(arch.vocab, selector.rank), Embedding(arch.vocab, selector.rank)
+        self.before, self.candidate = (
+            Embedding(arch.vocab, selector.rank),
+            Embedding(arch.vocab, selector.rank),
+        )
         self.hidden = Linear(arch.hidden, (selector.rank,), method)
 
     def gate(self, ids: Tensor, hidden: Tensor) -> Tensor:
@@ -96,12 +109,14 @@ class CandidateSelector(nn.Module):
 
 
 class DFlashModel(nn.Module):
-    """core.protocols.models.BlockModel. Embedding and head are the trunk's own objects, borrowed and not held as children."""
+    """core.protocols.models.BlockModel. Embedding and head are the trunk's own objects, borrowed and not held
+    as children."""
 
     lag, at_once, tokens = 1, True, None
 
     def __init__(
-        self, arch: DFlashArch, trunk: DecoderModel, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
+        self, arch: DFlashArch, trunk: DecoderModel, methods: Methods, dtype: torch.dtype, positions: int,
+        kernels: Kernels
     ) -> None:  # fmt: skip
         super().__init__()
         model_arch, self.arch, self.borrowed, self.hidden = arch.model, arch, [trunk], arch.model.hidden
@@ -111,40 +126,56 @@ class DFlashModel(nn.Module):
         self.hidden_norm = RMSNorm(model_arch.hidden, model_arch.norm_eps, kernels)
         self.norm = RMSNorm(model_arch.hidden, model_arch.norm_eps, kernels)
         self.blocks = nn.ModuleList(
-            DFlashLayer(arch, model_arch.attention(i), methods.draft, kernels) for i in range(len(model_arch.layers))
+            DFlashLayer(arch, model_arch.attention(i), methods.draft, kernels)
+            for i in range(len(model_arch.layers))
         )
         self.rope = Rope(model_arch.rope, positions, dtype)
         self.trunk_head = shared_head(trunk, methods)
-        self.selector = None if arch.selector is None else CandidateSelector(arch.selector, model_arch, methods.draft)
+        self.selector = (
+            None if arch.selector is None else CandidateSelector(arch.selector, model_arch, methods.draft)
+        )
 
-    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> Hidden:
         """What is committed has keys and values. Nobody gets the output."""
         x, rotation = self.hidden_norm(self.fc(features)), self.rope(positions)
         for layer, context in zip(self.blocks, contexts, strict=True):
             cast(DFlashLayer, layer).attention.store(x, rotation, context)
         return Hidden(x, None)
 
-    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+    def store_kv(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> None:
         self.extend(ids, positions, features, contexts)
 
     def block(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context]) -> Hidden:
         x, residual = self.borrowed[0].embed(ids.flatten()), None
-        x, rotation = x if self.arch.embedding_scale == 1 else x * self.arch.embedding_scale, self.rope(positions.flatten())
+        x, rotation = (
+            x if self.arch.embedding_scale == 1 else x * self.arch.embedding_scale,
+            self.rope(positions.flatten()),
+        )
         for layer, context in zip(self.blocks, contexts, strict=True):
             x, residual = layer(x, residual, rotation, context, ids.shape[1])
         out = self.norm.add(x, residual)[0].unflatten(0, ids.shape)
         # The first row is the last token's, whose successor the first mask stands for.
         return self.step(ids[:, 0], positions[:, 0], out[:, 1:].flatten(1), ())
 
-    def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def step(
+        self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]
+    ) -> Hidden:
         assert state is not None
         head, left = state[:, : self.hidden], state[:, self.hidden :]
-        return Hidden(head if self.selector is None else torch.cat([head, self.selector.gate(ids, head)], -1), left)
+        return Hidden(
+            head if self.selector is None else torch.cat([head, self.selector.gate(ids, head)], -1), left
+        )
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
         logits = self.trunk_head(head[:, : self.hidden])
         logits = logits if self.arch.multiplier == 1 else logits * self.arch.multiplier
-        logits = logits if self.arch.softcap is None else (logits / self.arch.softcap).tanh() * self.arch.softcap
+        logits = (
+            logits if self.arch.softcap is None else (logits / self.arch.softcap).tanh() * self.arch.softcap
+        )
         return logits if self.selector is None else self.selector.logits(logits, head[:, self.hidden :])
 
 
@@ -156,11 +187,19 @@ class DFlash(Separate):
         arch = read(values, trunk)
         if spec.steps >= arch.size:
             reason = f"{directory} drafts blocks of {arch.size} tokens, the last committed one included"
-            raise ConfigError(f"--speculative-num-steps must be at most {arch.size - 1}, got {spec.steps}: {reason}")
+            raise ConfigError(
+                f"--speculative-num-steps must be at most {arch.size - 1}, got {spec.steps}: {reason}"
+            )
         if spec.speculative_token_map is not None and not arch.plain_logits:
-            raise ConfigError("--speculative-token-map needs a draft model whose logits are the head's, and this one changes them")
+            raise ConfigError(
+                "--speculative-token-map needs a draft model whose logits are the head's, and this "
+                "one changes them"
+            )
         model_arch = arch.model
-        kind = f"{'DFlash' if arch.selector is None else 'DFlash2'} drafter ({len(model_arch.layers)} layers, blocks of {arch.size})"
+        kind = (
+            f"{'DFlash' if arch.selector is None else 'DFlash2'} drafter ({len(model_arch.layers)} "
+            f"layers, blocks of {arch.size})"
+        )
         drafts = DraftArch(kind, model_arch.layers, Features(taps=arch.taps), scale=model_arch.scale)
         start = r"model\." if any(name.startswith("model.") for name in checkpoint.tensors) else ""
         return Head(checkpoint, drafts, rules_of(arch, start), partial(make, arch))
@@ -178,16 +217,29 @@ def rules_of(arch: DFlashArch, start: str) -> list[Rule]:
             for theirs, ours in ((r"base_kernel", "base"), (r"kernel_projection\.weight", "kernel.weight"))
         ]
     layers = trunk_layers(arch.model, names, model=start)
-    rules = [rule if rule.target is None else Rule(rule.pattern, rule.target.replace("layers.", "blocks.", 1), rule.how) for rule in layers]
+    rules = [
+        rule
+        if rule.target is None
+        else Rule(rule.pattern, rule.target.replace("layers.", "blocks.", 1), rule.how)
+        for rule in layers
+    ]
     rules += [Rule(rf"{start}{name}\.weight", f"{name}.weight") for name in ("fc", "hidden_norm", "norm")]
     if arch.selector is not None:
-        parts = {"predecessor_codebook": "before", "successor_codebook": "candidate", "hidden_projection": "hidden"}
-        rules += [Rule(rf"{start}candidate_selector\.{part}(?:\.weight)?", f"selector.{ours}.weight") for part, ours in parts.items()]
+        parts = {
+            "predecessor_codebook": "before",
+            "successor_codebook": "candidate",
+            "hidden_projection": "hidden",
+        }
+        rules += [
+            Rule(rf"{start}candidate_selector\.{part}(?:\.weight)?", f"selector.{ours}.weight")
+            for part, ours in parts.items()
+        ]
     return rules
 
 
 def make(
-    arch: DFlashArch, trunk: DecoderModel, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
+    arch: DFlashArch, trunk: DecoderModel, methods: Methods, dtype: torch.dtype, positions: int,
+    kernels: Kernels
 ) -> DFlashModel:  # fmt: skip
     return DFlashModel(arch, trunk, methods, dtype, positions, kernels)
 

@@ -52,7 +52,9 @@ def read(config: HFConfig, trunk: ModelArch) -> DFlashArch:
         if section.has(name) and section.raw(name) != without:
             raise section.unsupported(name, "none")
     if (config.path.parent / "mask_embedding.pt").is_file():
-        raise config.unsupported("architectures", f"{DFLASH} whose mask is a token of the vocabulary, without a mask_embedding.pt")
+        raise config.unsupported(
+            "architectures", f"{DFLASH} whose mask is a token of the vocabulary, without a mask_embedding.pt"
+        )
     same("hidden_size", config, config.get_int("hidden_size"), trunk.hidden)
     same("vocab_size", config, config.get_int("vocab_size"), trunk.vocab)
     same("draft_vocab_size", config, config.get_int("draft_vocab_size", trunk.vocab), trunk.vocab)
@@ -73,7 +75,9 @@ def read(config: HFConfig, trunk: ModelArch) -> DFlashArch:
         section.get_float("output_multiplier", 1.0),
         softcap if softcap > 0 else None,
         convolution(config, section) if two else None,
-        Selector(section.get_int("selector_rank", at_least=1), section.get_int("selector_top_k", at_least=1)) if two else None,
+        Selector(section.get_int("selector_rank", at_least=1), section.get_int("selector_top_k", at_least=1))
+        if two
+        else None,
     )
 
 
@@ -90,7 +94,10 @@ def taps(where: HFConfig, layers: int) -> tuple[int, ...]:
 
 
 def convolution(config: HFConfig, section: HFConfig) -> tuple[int, int]:
-    taps, group = section.get_int("conv_kernel_size", at_least=1), section.get_int("conv_group_size", at_least=1)
+    taps, group = (
+        section.get_int("conv_kernel_size", at_least=1),
+        section.get_int("conv_group_size", at_least=1),
+    )
     section.require(config.get_int("hidden_size") % group == 0, "conv_group_size", "a divisor of hidden_size")
     return taps, group
 
@@ -106,10 +113,18 @@ def model_of(config: HFConfig, section: HFConfig) -> ModelArch:
 
     bias = config.get_bool("attention_bias", False)
     arch = gqa.arch(
-        config.with_default("eos_token_id", 0), "dflash", positions=32768, qkv_bias=bias, out_bias=bias, head_norms=True, trunk=kinds
+        config.with_default("eos_token_id", 0),
+        "dflash",
+        positions=32768,
+        qkv_bias=bias,
+        out_bias=bias,
+        head_norms=True,
+        trunk=kinds,
     )
     sinks = section.get_bool("attention_sink_bias", False)
-    return replace(arch, sinks="all" if sinks else None, value_scale=section.get_float("attention_value_scale", 1.0))
+    return replace(
+        arch, sinks="all" if sinks else None, value_scale=section.get_float("attention_value_scale", 1.0)
+    )
 
 
 def windows(config: HFConfig, section: HFConfig) -> list[int | None]:
@@ -119,14 +134,19 @@ def windows(config: HFConfig, section: HFConfig) -> list[int | None]:
     sliding = [every or (types is not None and types[i] == SLIDING) for i in range(layers)]
     if not any(sliding):
         return [None] * layers
-    where, name = (section, "swa_window_size") if section.has("swa_window_size") else (config, "sliding_window")
+    where, name = (
+        (section, "swa_window_size") if section.has("swa_window_size") else (config, "sliding_window")
+    )
     window = where.get_int(name, at_least=1)
     return [window if slides else None for slides in sliding]
 
 
 def causal(config: HFConfig, section: HFConfig, layers: int) -> tuple[bool, ...]:
-    """Whether a block's rows see only those before them: where nothing is said, in the layers that `layer_types` calls sliding."""
+    """Whether a block's rows see only those before them: where nothing is said, in the layers that
+    `layer_types` calls sliding."""
     said = config.get_bool("is_causal", None)
     said = section.get_bool("causal", None) if said is None else said
     types = layer_types(config)
-    return tuple(said if said is not None else types is not None and types[i] == SLIDING for i in range(layers))
+    return tuple(
+        said if said is not None else types is not None and types[i] == SLIDING for i in range(layers)
+    )

@@ -1,9 +1,11 @@
-"""EAGLE's heads: a layer that continues the trunk's hidden states (https://arxiv.org/abs/2401.15077; with dynamic trees, EAGLE-2,
-https://arxiv.org/abs/2406.16858). A projection of the next token's embedding and the hidden state after the trunk's final norm, and decoder
-layers, of which the first has no norm before its attention. Their output stands for the next hidden state: the trunk's language-model head
-multiplies it as it is, and the next draft is made from it.
+"""EAGLE's heads: a layer that continues the trunk's hidden states (https://arxiv.org/abs/2401.15077; with
+dynamic trees, EAGLE-2, https://arxiv.org/abs/2406.16858). A projection of the next token's embedding and the
+hidden state after the trunk's final norm, and decoder layers, of which the first has no norm before its
+attention. Their output stands for the next hidden state: the trunk's language-model head multiplies it as it
+is, and the next draft is made from it.
 
-SGLang and vLLM call it EAGLE, too, where a model drafts with its own MTP layer, and where the head that is named is one for EAGLE-3.
+SGLang and vLLM call it EAGLE, too, where a model drafts with its own MTP layer, and where the head that is
+named is one for EAGLE-3.
 """
 
 from __future__ import annotations
@@ -46,8 +48,15 @@ class FirstLayer(DecoderLayer):
         super().__init__(arch, attention, mlp, kernels)
         self.attention_norm = None
 
-    def forward(self, x: Tensor, residual: Residual | None, rotation: Rotation, context: Context) -> tuple[Tensor, Residual]:
-        assert residual is None and self.attention is not None and self.mlp is not None and self.mlp_norm is not None
+    def forward(
+        self, x: Tensor, residual: Residual | None, rotation: Rotation, context: Context
+    ) -> tuple[Tensor, Residual]:
+        assert (
+            residual is None
+            and self.attention is not None
+            and self.mlp is not None
+            and self.mlp_norm is not None
+        )
         normed, residual = self.mlp_norm.add(self.attention(x, rotation, context), x)
         return self.mlp(normed), residual
 
@@ -56,36 +65,56 @@ class FirstLayer(DecoderLayer):
 
 
 class EagleHead(nn.Module):
-    """core.protocols.models.DraftModel. Embedding and language-model head are the trunk's own objects, borrowed and not held as
-    children."""
+    """core.protocols.models.DraftModel. Embedding and language-model head are the trunk's own objects,
+    borrowed and not held as children."""
 
     lag, at_once, mask, tokens, features = 1, False, None, None, Features(last="post")
 
     def __init__(
-        self, arch: ModelArch, bias: bool, trunk: DecoderModel, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
+        self,
+        arch: ModelArch,
+        bias: bool,
+        trunk: DecoderModel,
+        methods: Methods,
+        dtype: torch.dtype,
+        positions: int,
+        kernels: Kernels,
     ) -> None:
         super().__init__()
         self.borrowed, self.layers = [trunk], arch.layers
         self.fuse = Linear(2 * arch.hidden, (arch.hidden,), methods.draft, bias=bias)
         self.blocks = nn.ModuleList(
-            (FirstLayer if number == 0 else DecoderLayer)(arch, *blocks(arch, number, methods.draft, kernels), kernels)
+            (FirstLayer if number == 0 else DecoderLayer)(
+                arch, *blocks(arch, number, methods.draft, kernels), kernels
+            )
             for number in range(len(arch.layers))
         )
         self.rope = Rope(arch.rope, positions, dtype, None)
         self.trunk_head = shared_head(trunk, methods)
 
-    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> Hidden:
         x = self.passed(len(self.blocks), ids, self.rope(positions), features, contexts)
         return Hidden(x, x)
 
     step = extend
 
-    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+    def store_kv(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> None:
         rotation = self.rope(positions)
         x = self.passed(len(self.blocks) - 1, ids, rotation, features, contexts)
         cast(DecoderLayer, self.blocks[-1]).store(x, rotation, contexts[-1])
 
-    def passed(self, number: int, ids: Tensor, rotation: Rotation, features: Tensor | None, contexts: Sequence[Context]) -> Tensor:
+    def passed(
+        self,
+        number: int,
+        ids: Tensor,
+        rotation: Rotation,
+        features: Tensor | None,
+        contexts: Sequence[Context],
+    ) -> Tensor:
         """→ the output of so many of the layers."""
         assert features is not None
         x: Tensor = self.fuse(torch.cat([self.borrowed[0].embed(ids), features], -1))
@@ -124,7 +153,9 @@ class Eagle(Separate):
         bias = gqa.stores(checkpoint, "fc.bias", values.get_bool("bias", True))
         prefix, numbers = gqa.prefix_of(checkpoint), range(len(arch.layers))
         fuse = [(r"fc\.weight", "fuse.weight")] + ([(r"fc\.bias", "fuse.bias")] if bias else [])
-        rules = gqa.rules(prefix, fuse, [(r"embed_tokens\.weight", THE_TRUNKS)]) + gqa.rules("", [], [(r"lm_head\.weight", THE_TRUNKS)])
+        rules = gqa.rules(prefix, fuse, [(r"embed_tokens\.weight", THE_TRUNKS)]) + gqa.rules(
+            "", [], [(r"lm_head\.weight", THE_TRUNKS)]
+        )
         without = [entry for entry in layer_names(arch) if entry[1] != "attention_norm.weight"]
         for number in numbers:
             names = layer_names(arch) if number else without

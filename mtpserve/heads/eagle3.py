@@ -1,15 +1,16 @@
-"""EAGLE-3's heads (https://arxiv.org/abs/2503.01840): a projection of the outputs of a low, a middle and a high layer of the trunk, and a
-layer whose attention gets [norm(next token's embedding); norm(projected)]. Later drafts get its output in the place of the projected. The
-language-model head has the most frequent tokens alone: row i is token i + d2t[i].
+"""EAGLE-3's heads (https://arxiv.org/abs/2503.01840): a projection of the outputs of a low, a middle and a
+high layer of the trunk, and a layer whose attention gets [norm(next token's embedding); norm(projected)].
+Later drafts get its output in the place of the projected. The language-model head has the most frequent
+tokens alone: row i is token i + d2t[i].
 
 Published in three layouts:
 
     the authors', SpecForge's    midlayer.*   config: of a Llama with draft_vocab_size; eagle_config
     speculators'                 layers.0.*   config: transformer_layer_config, and beside it what is EAGLE-3's
 
-EAGLE 3.1 norms what is tapped, each layer's apart (fc_norm) or all together (norm_before_fc), and lets later drafts get the normed output
-(norm_output). As in vLLM `eagle_aux_hidden_state_layer_ids` at the top counts inputs of layers, so that 2 is the output of layer 1; in
-eagle_config it counts outputs, as in SGLang.
+EAGLE 3.1 norms what is tapped, each layer's apart (fc_norm) or all together (norm_before_fc), and lets later
+drafts get the normed output (norm_output). As in vLLM `eagle_aux_hidden_state_layer_ids` at the top counts
+inputs of layers, so that 2 is the output of layer 1; in eagle_config it counts outputs, as in SGLang.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Eagle3Arch:
 
     layers: ModelArch
     trunk: int  # hidden size of the model
-    taps: tuple[int, ...]  # layers whose outputs are tapped; none: the last hidden state, which is not projected
+    # layers whose outputs are tapped; none: the last hidden state, which is not projected
+    taps: tuple[int, ...]
     drafts: int  # tokens of its language-model head
     mapped: bool  # it has d2t
     own_embedding: bool
@@ -76,11 +78,15 @@ class JoiningLayer(nn.Module):
         super().__init__()
         layer = arch.layers
         self.norm_before_residual = arch.norm_before_residual
-        self.attention_norm, self.hidden_norm, self.mlp_norm = (RMSNorm(layer.hidden, layer.norm_eps, kernels) for _ in range(3))
+        self.attention_norm, self.hidden_norm, self.mlp_norm = (
+            RMSNorm(layer.hidden, layer.norm_eps, kernels) for _ in range(3)
+        )
         self.attention = GQA(layer, layer.attention(0), methods.draft, kernels, inputs=2 * layer.hidden)
         self.mlp = MLP(layer.hidden, layer.intermediate, methods.draft, kernels)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, context: Context) -> tuple[Tensor, Residual]:
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, rotation: Rotation, context: Context
+    ) -> tuple[Tensor, Residual]:
         joined, normed = self.joined(embedded, hidden)
         residual = normed if self.norm_before_residual else hidden
         x, residual = self.mlp_norm.add(self.attention(joined, rotation, context), residual)
@@ -119,12 +125,19 @@ class Projection(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """core.protocols.models.DraftModel. What it has not of its own is the trunk's, borrowed and not held as a child."""
+    """core.protocols.models.DraftModel. What it has not of its own is the trunk's, borrowed and not held as a
+    child."""
 
     lag, at_once, mask = 1, False, None
 
     def __init__(
-        self, arch: Eagle3Arch, trunk: DecoderModel, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
+        self,
+        arch: Eagle3Arch,
+        trunk: DecoderModel,
+        methods: Methods,
+        dtype: torch.dtype,
+        positions: int,
+        kernels: Kernels,
     ) -> None:
         super().__init__()
         layer = arch.layers
@@ -135,15 +148,26 @@ class Eagle3Head(nn.Module):
         self.first = JoiningLayer(arch, methods, kernels)
         self.blocks = nn.ModuleList(
             DecoderLayer(
-                layer, GQA(layer, kind, methods.draft, kernels), MLP(layer.hidden, layer.intermediate, methods.draft, kernels), kernels
+                layer,
+                GQA(layer, kind, methods.draft, kernels),
+                MLP(layer.hidden, layer.intermediate, methods.draft, kernels),
+                kernels,
             )
             for kind in layer.layers[1:]
             if isinstance(kind, Attention)
         )
         self.norm = RMSNorm(layer.hidden, layer.norm_eps, kernels)
         self.rope = Rope(layer.rope, positions, dtype, None)
-        self.d2t = nn.Parameter(torch.empty(arch.drafts, dtype=torch.int64), requires_grad=False) if arch.mapped else None
-        self.head = Linear(layer.hidden, (arch.drafts,), methods.draft_head or methods.head) if arch.own_head else None
+        self.d2t = (
+            nn.Parameter(torch.empty(arch.drafts, dtype=torch.int64), requires_grad=False)
+            if arch.mapped
+            else None
+        )
+        self.head = (
+            Linear(layer.hidden, (arch.drafts,), methods.draft_head or methods.head)
+            if arch.own_head
+            else None
+        )
         self.trunk_head = None if arch.own_head else shared_head(trunk, methods)
 
     @property
@@ -155,13 +179,19 @@ class Eagle3Head(nn.Module):
 
     def finish_loading(self) -> None:
         tokens, vocab = self.tokens, self.arch.layers.vocab
-        if tokens is not None and not (bool((tokens.diff() > 0).all()) and tokens[0] >= 0 and tokens[-1] < vocab):
+        if tokens is not None and not (
+            bool((tokens.diff() > 0).all()) and tokens[0] >= 0 and tokens[-1] < vocab
+        ):
             raise LoadError(f"d2t of the EAGLE-3 head must give ascending tokens below {vocab}")
 
-    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> Hidden:
         return self.step(ids, positions, self.fused(features), contexts)
 
-    def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def step(
+        self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]
+    ) -> Hidden:
         assert state is not None
         rotation = self.rope(positions)
         x, residual = self.first(self.embedded(ids), state, rotation, contexts[0])
@@ -170,7 +200,9 @@ class Eagle3Head(nn.Module):
         normed, x = self.norm.add(x, residual)
         return Hidden(normed, normed if self.arch.norm_output else x)
 
-    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+    def store_kv(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> None:
         rotation, embedded, hidden = self.rope(positions), self.embedded(ids), self.fused(features)
         if len(contexts) == 1:
             self.first.store(embedded, hidden, rotation, contexts[0])
@@ -202,7 +234,9 @@ class Eagle3(Separate):
         values, checkpoint = read_config(directory), opened(directory, config)
         arch = arch_of(values, checkpoint, trunk)
         kind = f"EAGLE-3 head ({describe(arch)})"
-        drafts = DraftArch(kind, arch.layers.layers, arch.features, scale=arch.layers.scale, own_head=arch.own_head)
+        drafts = DraftArch(
+            kind, arch.layers.layers, arch.features, scale=arch.layers.scale, own_head=arch.own_head
+        )
         return Head(checkpoint, drafts, rules(arch, checkpoint), partial(Eagle3Head, arch))
 
 
@@ -218,19 +252,30 @@ def arch_of(values: HFConfig, checkpoint: Checkpoint, trunk: ModelArch) -> Eagle
     layers = gqa.arch(flat, checkpoint, "eagle3", trunk)
     same("vocab_size", values, layers.vocab, trunk.vocab)
     apart = flat.has("target_hidden_size")
-    same("target_hidden_size" if apart else "hidden_size", values, flat.get_int("target_hidden_size", layers.hidden), trunk.hidden)
+    same(
+        "target_hidden_size" if apart else "hidden_size",
+        values,
+        flat.get_int("target_hidden_size", layers.hidden),
+        trunk.hidden,
+    )
     drafts = flat.get_int("draft_vocab_size", layers.vocab, at_least=1)
     flat.require(drafts <= layers.vocab, "draft_vocab_size", f"at most vocab_size = {layers.vocab}")
     dummy = not checkpoint.tensors
     mapped = drafts < layers.vocab and not dummy
     if mapped and "d2t" not in checkpoint.tensors:
-        raise LoadError(f"{checkpoint.directory}: d2t is missing: draft_vocab_size is {drafts}, and nothing says which tokens these are")
+        raise LoadError(
+            f"{checkpoint.directory}: d2t is missing: draft_vocab_size is {drafts}, and nothing "
+            f"says which tokens these are"
+        )
     own_embedding = gqa.stores(checkpoint, "embed_tokens.weight", layers.hidden != trunk.hidden)
     own_head = gqa.stores(checkpoint, "lm_head.weight", True)
     for name, is_stored in (("embed_tokens.weight", own_embedding), ("lm_head.weight", own_head)):
         shared = layers.hidden == trunk.hidden and (name != "lm_head.weight" or drafts == trunk.vocab)
         if not is_stored and not shared:
-            raise LoadError(f"{checkpoint.directory}: {name} is missing, and the model's has another size than the head needs")
+            raise LoadError(
+                f"{checkpoint.directory}: {name} is missing, and the model's has another size than "
+                f"the head needs"
+            )
     fc_norm, together = flat.get_bool("fc_norm", False), flat.get_bool("norm_before_fc", False)
     flat.require(not (fc_norm and together), "fc_norm", "false together with norm_before_fc")
     return Eagle3Arch(
@@ -258,8 +303,14 @@ def taps_of(flat: HFConfig, top: HFConfig, eagle: HFConfig, layers: int) -> tupl
         # The authors' choice.
         layer_ids, before = [2, layers // 2, layers - 3], 1
     numbers = isinstance(layer_ids, list) and all(type(number) is int for number in layer_ids)
-    good = numbers and layer_ids == sorted(set(layer_ids)) and all(0 <= number - before < layers for number in layer_ids)
-    wanted = f"ascending numbers of layers in [{before}, {layers - 1 + before}], for a model of {layers} layers"
+    good = (
+        numbers
+        and layer_ids == sorted(set(layer_ids))
+        and all(0 <= number - before < layers for number in layer_ids)
+    )
+    wanted = (
+        f"ascending numbers of layers in [{before}, {layers - 1 + before}], for a model of {layers} layers"
+    )
     where.require(good, IDS, wanted)
     return tuple(number - before for number in layer_ids)
 
@@ -281,7 +332,9 @@ def rules(arch: Eagle3Arch, checkpoint: Checkpoint) -> list[Rule]:
     head_rules = gqa.rules(prefix, weights, [(r"rotary_emb\.inv_freq", "computed")])
     outside = [(r"lm_head\.weight", "head.weight")] + ([("d2t", "d2t")] if arch.mapped else [])
     dropped = [("t2d", "the other way round"), (r"verifier_(?:norm|lm_head)\.weight", "the trunk's")]
-    head_rules += gqa.rules("", outside, dropped if arch.mapped else [*dropped, ("d2t", "each token is its own")])
+    head_rules += gqa.rules(
+        "", outside, dropped if arch.mapped else [*dropped, ("d2t", "each token is its own")]
+    )
     names = layer_names(arch.layers)
     first = [*names, (r"hidden_norm\.weight", "hidden_norm.weight", Copy())]
     head_rules += one_layer(prefix + ("midlayer." if middle else "layers.0."), "first.", first)

@@ -1,4 +1,5 @@
-"""What heads with layers of grouped-query attention have in common: dimensions from the config, and the names of the layers' tensors."""
+"""What heads with layers of grouped-query attention have in common: dimensions from the config, and the names
+of the layers' tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +16,17 @@ from mtpserve.weights.rules import Copy, Drop, Rule
 
 
 def arch(config: HFConfig, checkpoint: Checkpoint, name: str, trunk: ModelArch) -> ModelArch:
-    """Of the layers, as Llama and Qwen3 have them: a bias or a norm of each head is there where its tensor is. The trunk's layers may be
-    of any kind but those between several residual streams. Raises LoadError or UnsupportedModel."""
+    """Of the layers, as Llama and Qwen3 have them: a bias or a norm of each head is there where its tensor
+    is. The trunk's layers may be of any kind but those between several residual streams. Raises LoadError or
+    UnsupportedModel."""
     if config.has("kv_lora_rank"):
         raise config.unsupported("kv_lora_rank", "none, for a head whose layers have grouped-query attention")
     if config.get_bool("mlp_bias", False):
         raise config.unsupported("mlp_bias", "false")
     if trunk.streams is not None:
-        raise UnsupportedModel(f"{config.path}: this head needs one hidden state of a layer, and a {trunk.family} has several")
+        raise UnsupportedModel(
+            f"{config.path}: this head needs one hidden state of a layer, and a {trunk.family} has several"
+        )
     bias = config.get_bool("attention_bias", False)
     model_arch = gqa.arch(
         config.with_default("eos_token_id", 0),  # which heads need not name
@@ -34,7 +38,10 @@ def arch(config: HFConfig, checkpoint: Checkpoint, name: str, trunk: ModelArch) 
         trunk=gqa.windowed,
     )
     return replace(
-        model_arch, layers=tuple(replace(kind, heads=model_arch.heads) for kind in model_arch.layers if isinstance(kind, Attention))
+        model_arch,
+        layers=tuple(
+            replace(kind, heads=model_arch.heads) for kind in model_arch.layers if isinstance(kind, Attention)
+        ),
     )
 
 
@@ -51,4 +58,6 @@ def prefix_of(checkpoint: Checkpoint) -> str:
 def rules(prefix: str, weights: Sequence[tuple[str, str]], dropped: Sequence[tuple[str, str]]) -> list[Rule]:
     """`weights`: patterns and parameters, `dropped`: patterns and reasons, of names after the prefix."""
     start = re.escape(prefix)
-    return [Rule(start + name, target, Copy()) for name, target in weights] + [Rule(start + name, None, Drop(why)) for name, why in dropped]
+    return [Rule(start + name, target, Copy()) for name, target in weights] + [
+        Rule(start + name, None, Drop(why)) for name, why in dropped
+    ]

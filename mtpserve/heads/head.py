@@ -1,4 +1,5 @@
-"""The interface of a draft model that is published apart: described from its config and headers, then a part of the whole model.
+"""The interface of a draft model that is published apart: described from its config and headers, then a part
+of the whole model.
 
 open          directory, the trunk's dimensions → Head: what it stores, what it gets of the trunk, and where its tensors go
 Head.make     a module, core.protocols.models.DraftModel, whose weights are loaded together with the trunk's
@@ -26,16 +27,20 @@ from mtpserve.weights.rules import Rule
 
 # For a shell. Nothing but tensors is read.
 CONVERT = (
-    "python -c \"import torch; from safetensors.torch import save_file; tensors = torch.load('{}', weights_only=True); "
-    "save_file({{name: tensor.contiguous().clone() for name, tensor in tensors.items()}}, 'model.safetensors')\""
+    "python -c \"import torch; from safetensors.torch import save_file; tensors = torch.load('{}', "
+    "weights_only=True); "
+    "save_file({{name: tensor.contiguous().clone() for name, tensor in tensors.items()}}, "
+    "'model.safetensors')\""
 )
-Make = Callable[[DecoderModel, Methods, torch.dtype, int, Kernels], nn.Module]  # trunk, methods, dtype, positions, kernels
+# trunk, methods, dtype, positions, kernels
+Make = Callable[[DecoderModel, Methods, torch.dtype, int, Kernels], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A draft model as far as config and headers tell. `rules`: from its tensors to the parameters of what `make` gives. `floor`: as in
-    models.family.Family. `vocab`: of one that reads text by itself, whose tokenizer must be the model's, its vocabulary with padding."""
+    """A draft model as far as config and headers tell. `rules`: from its tensors to the parameters of what
+    `make` gives. `floor`: as in models.family.Family. `vocab`: of one that reads text by itself, whose
+    tokenizer must be the model's, its vocabulary with padding."""
 
     checkpoint: Checkpoint
     arch: DraftArch
@@ -46,7 +51,9 @@ class Head:
 
     def inside(self, prefix: str) -> list[Rule]:
         """The rules where the module is a part of another one."""
-        return [rule if rule.target is None else replace(rule, target=prefix + rule.target) for rule in self.rules]
+        return [
+            rule if rule.target is None else replace(rule, target=prefix + rule.target) for rule in self.rules
+        ]
 
 
 class HeadSource(DraftSource, Protocol):
@@ -73,7 +80,10 @@ def opened(directory: Path, config: EngineConfig) -> Checkpoint:
         return Checkpoint(directory, {})
     pickles = [file.name for pattern in ("*.bin", "*.pt") for file in sorted(directory.glob(pattern))]
     if pickles and not any(directory.glob("*.safetensors")):
-        why = f"{pickles[0]} is a pickle, which may run code when it is read. As safetensors it will be loaded; in that directory"
+        why = (
+            f"{pickles[0]} is a pickle, which may run code when it is read. As safetensors it will be "
+            f"loaded; in that directory"
+        )
         raise LoadError(f"{directory}: {why}: {CONVERT.format(pickles[0])}")
     return Checkpoint.open(directory)
 
@@ -81,4 +91,6 @@ def opened(directory: Path, config: EngineConfig) -> Checkpoint:
 def same(name: str, head: HFConfig, value: int, trunk: int) -> None:
     """A dimension that head and trunk must share. Raises ConfigError."""
     if value != trunk:
-        raise ConfigError(f"--speculative-draft-model-path: {head.path}: {name} is {value}, and the model's is {trunk}")
+        raise ConfigError(
+            f"--speculative-draft-model-path: {head.path}: {name} is {value}, and the model's is {trunk}"
+        )

@@ -16,7 +16,8 @@ from mtpserve.weights.checkpoint.layouts import NUMBERED, numbers_in
 
 # By their names in --speculative-algorithm, for people.
 HEADS = {
-    "EAGLE3": "an EAGLE-3 head", "EAGLE": "an EAGLE head", "MEDUSA": "Medusa heads", "DFLASH": "a DFlash drafter", "NEXTN": "an MTP layer",
+    "EAGLE3": "an EAGLE-3 head", "EAGLE": "an EAGLE head", "MEDUSA": "Medusa heads",
+    "DFLASH": "a DFlash drafter", "NEXTN": "an MTP layer",
 }  # fmt: skip
 STANDALONE = "STANDALONE"
 # Parts of what the config says, then names of tensors: the first that is there decides.
@@ -38,7 +39,9 @@ def algorithm_of(directory: Path) -> str | None:
         return None
     path = directory / "config.json"
     values = read_config(directory) if path.is_file() else HFConfig(path, {})
-    said = f"{values.raw('architectures')} {values.raw('model_type')} {values.raw('speculators_model_type')}".lower()
+    said = (
+        f"{values.raw('architectures')} {values.raw('model_type')} {values.raw('speculators_model_type')}"
+    ).lower()
     keys = " ".join(key for key in values.values if key.endswith(("_num_heads", "_config")))
     for part, kind in SAID.items():
         if part in said or part in keys:
@@ -60,12 +63,21 @@ def algorithm_of(directory: Path) -> str | None:
 
 
 def require_kind(algorithm: str, directory: Path) -> None:
-    """Raises ConfigError where --speculative-algorithm `algorithm` names a kind of draft model, and another one is there."""
+    """Raises ConfigError where --speculative-algorithm `algorithm` names a kind of draft model, and another
+    one is there."""
     kind = algorithm_of(directory)
-    if kind is None or algorithm not in (*HEADS, "MTP", STANDALONE, "DRAFT_MODEL") or DRAFTERS.entries[algorithm] == DRAFTERS.entries[kind]:
+    if (
+        kind is None
+        or algorithm not in (*HEADS, "MTP", STANDALONE, "DRAFT_MODEL")
+        or DRAFTERS.entries[algorithm] == DRAFTERS.entries[kind]
+    ):
         return
     # EAGLE has several meanings, and an MTP layer may be a whole model's.
-    if kind in {"EAGLE": ("EAGLE3", "NEXTN", STANDALONE), "MTP": (STANDALONE,), "NEXTN": (STANDALONE,)}.get(algorithm, ()):
+    if kind in {"EAGLE": ("EAGLE3", "NEXTN", STANDALONE), "MTP": (STANDALONE,), "NEXTN": (STANDALONE,)}.get(
+        algorithm, ()
+    ):
         return
     what = HEADS.get(kind, "a whole model")
-    raise ConfigError(f"--speculative-algorithm {algorithm}: {directory} is {what}, whose algorithm is {kind}")
+    raise ConfigError(
+        f"--speculative-algorithm {algorithm}: {directory} is {what}, whose algorithm is {kind}"
+    )

@@ -1,8 +1,10 @@
-"""Medusa heads (https://arxiv.org/abs/2401.10774 §2.1): head i proposes the token i + 2 after the one whose hidden state it gets, by some
-residual blocks x + silu(W x + b) and a language-model head of its own. No head sees another one's proposal, so that the tree drafter's
-scores are products of marginals, and a chain's q is each head's own.
+"""Medusa heads (https://arxiv.org/abs/2401.10774 §2.1): head i proposes the token i + 2 after the one whose
+hidden state it gets, by some residual blocks x + silu(W x + b) and a language-model head of its own. No head
+sees another one's proposal, so that the tree drafter's scores are products of marginals, and a chain's q is
+each head's own.
 
-Checkpoints as the authors publish them, and as vLLM converts them; the latter's heads may have the tokens of a `token_map` alone.
+Checkpoints as the authors publish them, and as vLLM converts them; the latter's heads may have the tokens of
+a `token_map` alone.
 """
 
 from __future__ import annotations
@@ -52,25 +54,38 @@ class MedusaHeads(nn.Module):
         super().__init__()
         hidden = trunk.arch.hidden
         self.blocks = nn.ModuleList(
-            nn.ModuleList(Linear(hidden, (hidden,), methods.draft, bias=arch.bias) for _ in range(arch.layers)) for _ in range(arch.heads)
+            nn.ModuleList(
+                Linear(hidden, (hidden,), methods.draft, bias=arch.bias) for _ in range(arch.layers)
+            )
+            for _ in range(arch.heads)
         )
-        self.heads = nn.ModuleList(Linear(hidden, (arch.tokens,), methods.draft_head or methods.head) for _ in range(arch.own))
+        self.heads = nn.ModuleList(
+            Linear(hidden, (arch.tokens,), methods.draft_head or methods.head) for _ in range(arch.own)
+        )
         self.trunk_head = None if arch.own else shared_head(trunk, methods)
         self.token_map: Tensor | None
-        self.register_buffer("token_map", torch.empty(arch.tokens, dtype=torch.int64) if arch.mapped else None)
+        self.register_buffer(
+            "token_map", torch.empty(arch.tokens, dtype=torch.int64) if arch.mapped else None
+        )
 
     @property
     def tokens(self) -> Tensor | None:
         return None if self.token_map is None else self.token_map.sort().values
 
-    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> Hidden:
         assert features is not None
         return Hidden(features, features)
 
-    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+    def store_kv(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> None:
         """Later rows need nothing of these."""
 
-    def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def step(
+        self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]
+    ) -> Hidden:
         assert state is not None
         return Hidden(state, state)
 
@@ -91,7 +106,10 @@ class Medusa(Separate):
         values, checkpoint, steps = read_config(directory), opened(directory, config), config.spec.steps
         names, (heads, layers) = list(checkpoint.tensors), numbers(values)
         if steps > heads:
-            raise ConfigError(f"--speculative-num-steps must be at most {heads}, got {steps}: {directory} has {heads} Medusa heads")
+            raise ConfigError(
+                f"--speculative-num-steps must be at most {heads}, got {steps}: {directory} has "
+                f"{heads} Medusa heads"
+            )
         for key, value in (("hidden_size", trunk.hidden), ("vocab_size", trunk.vocab)):
             same(key, values, values.get_int(key, value), value)
         if values.get_float("logit_scale", 1.0) != 1:
@@ -101,11 +119,25 @@ class Medusa(Separate):
         # Where there are no tensors each has a head of its own.
         num_lm_heads = (1 if one else used) if theirs or not names else 0
         if config.spec.speculative_token_map is not None:
-            raise ConfigError("--speculative-token-map needs a draft model that multiplies the head alone, which Medusa heads do not")
+            raise ConfigError(
+                "--speculative-token-map needs a draft model that multiplies the head alone, which "
+                "Medusa heads do not"
+            )
         # vLLM leaves out a head's rows for other tokens while it loads. Here such a head keeps all.
-        rows = checkpoint.tensors[theirs[0]].shape[0] if theirs else values.get_int("truncated_vocab_size", trunk.vocab, at_least=1)
+        rows = (
+            checkpoint.tensors[theirs[0]].shape[0]
+            if theirs
+            else values.get_int("truncated_vocab_size", trunk.vocab, at_least=1)
+        )
         tokens = min(rows, trunk.vocab)
-        arch = MedusaArch(used, layers, any(name.endswith(".bias") for name in names), num_lm_heads, tokens, tokens < trunk.vocab)
+        arch = MedusaArch(
+            used,
+            layers,
+            any(name.endswith(".bias") for name in names),
+            num_lm_heads,
+            tokens,
+            tokens < trunk.vocab,
+        )
         kind = f"{heads} Medusa heads of {layers} residual block{'s' * (layers > 1)}"
         drafts = DraftArch(kind, (), MedusaHeads.features, own_head=num_lm_heads > 0)
         return Head(checkpoint, drafts, rules_of(arch, names), partial(make, arch))
@@ -130,21 +162,38 @@ def rules_of(arch: MedusaArch, names: list[str]) -> list[Rule]:
     deeper = Drop("a head that is not used")
     if any(re.match(start + r"\d+\.", name) for name in names):
         rules = [
-            Rule(rf"{start}{used}\.(?P<layer>\d+)\.linear\.(?P<part>weight|bias)", "blocks.{head}.{layer}.{part}"),
+            Rule(
+                rf"{start}{used}\.(?P<layer>\d+)\.linear\.(?P<part>weight|bias)",
+                "blocks.{head}.{layer}.{part}",
+            ),
             Rule(rf"{start}{unused}\..+", None, deeper),
         ]
-        return rules + ([Rule(rf"{start}{lm_head}\.{arch.layers}\.weight", "heads.{head}.weight")] if arch.own else [])
+        return rules + (
+            [Rule(rf"{start}{lm_head}\.{arch.layers}\.weight", "heads.{head}.weight")] if arch.own else []
+        )
     return [
-        Rule(rf"{start}blocks\.{used}\.layers\.(?P<layer>\d+)\.(?P<part>weight|bias)", "blocks.{head}.{layer}.{part}"),
+        Rule(
+            rf"{start}blocks\.{used}\.layers\.(?P<layer>\d+)\.(?P<part>weight|bias)",
+            "blocks.{head}.{layer}.{part}",
+        ),
         Rule(rf"{start}blocks\.{unused}\..+", None, deeper),
         Rule(rf"{start}lm_heads\.{lm_head}\.weight", "heads.{head}.weight"),
         Rule(rf"{start}lm_heads\.{shared}\..+", None, deeper),
         Rule(rf"{start}lm_head\.weight", "heads.0.weight"),
-        Rule(rf"{start}token_map", "token_map") if arch.mapped else Rule(rf"{start}token_map", None, Drop("of all tokens")),
+        Rule(rf"{start}token_map", "token_map")
+        if arch.mapped
+        else Rule(rf"{start}token_map", None, Drop("of all tokens")),
     ]
 
 
-def make(arch: MedusaArch, trunk: DecoderModel, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> MedusaHeads:
+def make(
+    arch: MedusaArch,
+    trunk: DecoderModel,
+    methods: Methods,
+    dtype: torch.dtype,
+    positions: int,
+    kernels: Kernels,
+) -> MedusaHeads:
     return MedusaHeads(arch, trunk, methods)
 
 

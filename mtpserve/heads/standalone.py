@@ -1,8 +1,9 @@
-"""A model of its own as the draft model (https://arxiv.org/abs/2211.17192): any family that keeps all it knows of a text in pages, with the
-target's tokens. It gets no features of the target, and its rows are stored in the same pages.
+"""A model of its own as the draft model (https://arxiv.org/abs/2211.17192): any family that keeps all it
+knows of a text in pages, with the target's tokens. It gets no features of the target, and its rows are stored
+in the same pages.
 
-Models of one tokenizer may pad their embeddings to different sizes (Qwen2.5: 151,936 rows up to 3B, 152,064 from 7B on). What only the
-target has is never drafted, and what only the draft model has is left out."""
+Models of one tokenizer may pad their embeddings to different sizes (Qwen2.5: 151,936 rows up to 3B, 152,064
+from 7B on). What only the target has is never drafted, and what only the draft model has is left out."""
 
 from __future__ import annotations
 
@@ -44,18 +45,29 @@ class StandaloneModel(nn.Module):
     @property
     def tokens(self) -> Tensor | None:
         vocab_size = self.model.arch.vocab
-        return None if vocab_size >= self.vocab else torch.arange(vocab_size, device=self.model.norm.weight.device)
+        return (
+            None
+            if vocab_size >= self.vocab
+            else torch.arange(vocab_size, device=self.model.norm.weight.device)
+        )
 
-    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> Hidden:
         if self.model.arch.vocab < self.vocab:  # padding that the target has said
             ids = ids.clamp(max=self.model.arch.vocab - 1)
         return self.model.trunk(ids, positions, contexts, self.features)
 
-    def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def step(
+        self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]
+    ) -> Hidden:
         return self.extend(ids, positions, state, contexts)
 
-    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
-        """A layer's keys need the output of the one before it, so that nothing but the last layer's output could be left out."""
+    def store_kv(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> None:
+        """A layer's keys need the output of the one before it, so that nothing but the last layer's output
+        could be left out."""
         self.extend(ids, positions, features, contexts)
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
@@ -71,14 +83,32 @@ class Standalone(Separate):
         arch = family.arch(values, 0)
         longest = config.model.context_length or trunk.max_positions
         if arch.max_positions < longest:
-            log.warning("%s: %d positions, and requests may have %d: later drafts may be worse", values.path, arch.max_positions, longest)
-        layers = tuple(replace(kind, heads=arch.heads_of(kind)) for kind in arch.layers if isinstance(kind, Attention) and paged(kind))
+            log.warning(
+                "%s: %d positions, and requests may have %d: later drafts may be worse",
+                values.path,
+                arch.max_positions,
+                longest,
+            )
+        layers = tuple(
+            replace(kind, heads=arch.heads_of(kind))
+            for kind in arch.layers
+            if isinstance(kind, Attention) and paged(kind)
+        )
         if len(layers) < len(arch.layers) or arch.streams is not None:
-            why = "a draft model keeps nothing but keys and values of each token, no states and no entries of several tokens"
-            raise UnsupportedModel(f"{values.path}: a {arch.family} model cannot draft for another one: {why}")
+            why = (
+                "a draft model keeps nothing but keys and values of each token, no states and no "
+                "entries of several tokens"
+            )
+            raise UnsupportedModel(
+                f"{values.path}: a {arch.family} model cannot draft for another one: {why}"
+            )
         mtp = mtp_layers(checkpoint.tensors, arch.num_layers)
-        rules = family.trunk_rules(arch) + [dropped(prefix, "an MTP layer that is not used") for prefix in (mtp.prefixes if mtp else ())]
-        rules = [rule if rule.target is None else replace(rule, target=f"model.{rule.target}") for rule in rules]
+        rules = family.trunk_rules(arch) + [
+            dropped(prefix, "an MTP layer that is not used") for prefix in (mtp.prefixes if mtp else ())
+        ]
+        rules = [
+            rule if rule.target is None else replace(rule, target=f"model.{rule.target}") for rule in rules
+        ]
         kind = f"draft model ({arch.family}, {arch.num_layers} layers of {arch.hidden})"
         drafts = DraftArch(kind, layers, scale=arch.scale, own_head=True)
         return Head(checkpoint, drafts, rules, partial(make, family, arch, layers), vocab=arch.vocab)
@@ -89,11 +119,14 @@ def paged(kind: Attention) -> bool:
 
 
 def make(
-    family: Family, arch: ModelArch, layers: tuple[LayerKind, ...], trunk: DecoderModel, methods: Methods, dtype: torch.dtype,
+    family: Family, arch: ModelArch, layers: tuple[LayerKind, ...], trunk: DecoderModel, methods: Methods,
+    dtype: torch.dtype,
     positions: int, kernels: Kernels,
 ) -> StandaloneModel:  # fmt: skip
     draft_methods = Methods(methods.draft, methods.draft_head or methods.head, methods.draft)
-    return StandaloneModel(family.build(arch, draft_methods, dtype, positions, kernels), layers, trunk.arch.vocab)
+    return StandaloneModel(
+        family.build(arch, draft_methods, dtype, positions, kernels), layers, trunk.arch.vocab
+    )
 
 
 STANDALONE = Standalone()

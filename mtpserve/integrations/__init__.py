@@ -1,1 +1,2 @@
-"""Where other projects place engines and send requests to them. What they need is installed by the extra of the same name."""
+"""Where other projects place engines and send requests to them. What they need is installed by the extra of
+the same name."""

@@ -1,9 +1,11 @@
-"""mtpserve as a worker of NVIDIA Dynamo, whose frontend tokenizes, routes by load and by KV events, and lets cut streams go on elsewhere.
+"""mtpserve as a worker of NVIDIA Dynamo, whose frontend tokenizes, routes by load and by KV events, and lets
+cut streams go on elsewhere.
 
     python -m mtpserve.integrations.dynamo --model demo --discovery-backend file
 
-An engine that is dead and is not started again ends the process at once: Dynamo then sends its requests, with what they have said so
-far, to another worker (`--migration-limit` of its frontend). There they are new requests: see docs/deploy.md.
+An engine that is dead and is not started again ends the process at once: Dynamo then sends its requests, with
+what they have said so far, to another worker (`--migration-limit` of its frontend). There they are new
+requests: see docs/deploy.md.
 """
 
 from __future__ import annotations
@@ -42,19 +44,41 @@ from mtpserve.server.chat.service import Service
 from mtpserve.server.openai.usage import Usage
 
 # Its frontend listens, and it drains.
-DYNAMOS = ("host", "port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "api_key", "admin_api_key", "drain_timeout", "drain_delay")
-NAMES = {"namespace": "dynamo", "component": "backend", "endpoint": "generate", "endpoint-types": "chat,completions"}
+DYNAMOS = (
+    "host",
+    "port",
+    "ssl_keyfile",
+    "ssl_certfile",
+    "ssl_ca_certs",
+    "api_key",
+    "admin_api_key",
+    "drain_timeout",
+    "drain_delay",
+)
+NAMES = {
+    "namespace": "dynamo",
+    "component": "backend",
+    "endpoint": "generate",
+    "endpoint-types": "chat,completions",
+}
 SNAPSHOT_S = 0.5
 
 
 def options(argv: Sequence[str]) -> tuple[Settings, Namespace]:
     """Ours, and those of Dynamo's workers under their names. Raises ConfigError."""
     arg_parser = parser()
-    arg_parser.prog, arg_parser.description = "python -m mtpserve.integrations.dynamo", "Serve a model as a worker of NVIDIA Dynamo."
+    arg_parser.prog, arg_parser.description = (
+        "python -m mtpserve.integrations.dynamo",
+        "Serve a model as a worker of NVIDIA Dynamo.",
+    )
     group = arg_parser.add_argument_group("Dynamo's options")
     for name, default in NAMES.items():
         group.add_argument(f"--{name}", default=default)
-    group.add_argument("--discovery-backend", default=os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"), help="etcd, kubernetes, file or mem")
+    group.add_argument(
+        "--discovery-backend",
+        default=os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"),
+        help="etcd, kubernetes, file or mem",
+    )
     group.add_argument("--request-plane", default=os.environ.get("DYN_REQUEST_PLANE", "tcp"))
     group.add_argument("--event-plane", default=os.environ.get("DYN_EVENT_PLANE"), help="nats or zmq")
     for name in ("tool-call-parser", "reasoning-parser"):
@@ -62,7 +86,10 @@ def options(argv: Sequence[str]) -> tuple[Settings, Namespace]:
     parsed = arg_parser.parse(argv)
     settings = chosen(given(parsed), DYNAMOS, "Dynamo's")
     if settings.engine.parallel.data_parallel_size > 1:
-        raise ConfigError("--data-parallel-size must be 1 under Dynamo: start a worker for each engine, and its router chooses among them")
+        raise ConfigError(
+            "--data-parallel-size must be 1 under Dynamo: start a worker for each engine, and its "
+            "router chooses among them"
+        )
     return with_events(settings), parsed
 
 
@@ -93,17 +120,24 @@ class Worker(LLMEngine):
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Worker, WorkerConfig]:
         settings, theirs = options(sys.argv[1:] if argv is None else argv)
         name = settings.engine.model.names[0]
-        named = {key: getattr(theirs, key) for key in ("namespace", "component", "endpoint", "endpoint_types")}
+        named = {
+            key: getattr(theirs, key) for key in ("namespace", "component", "endpoint", "endpoint_types")
+        }
         planes = {key: getattr(theirs, key) for key in ("discovery_backend", "request_plane", "event_plane")}
         parsers = {key: getattr(theirs, f"dyn_{key}") for key in ("tool_call_parser", "reasoning_parser")}
         model = str(settings.engine.model.directory)
-        return cls(settings), WorkerConfig(model_name=model, served_model_name=name, **named, **planes, **parsers)
+        return cls(settings), WorkerConfig(
+            model_name=model, served_model_name=name, **named, **planes, **parsers
+        )
 
     async def start(self, worker_id: int) -> Registration:
         self.engines = engines = await Engines.start(self.settings)
         client, engine, card = engines.client, engines.settings.engine, engines.client.card
         self.service = engines.app().state.service
-        self.tasks = [asyncio.create_task(engines.end_process("the worker")), asyncio.create_task(self._tell(client))]
+        self.tasks = [
+            asyncio.create_task(engines.end_process("the worker")),
+            asyncio.create_task(self._tell(client)),
+        ]
         while not (pages := client.stats().pages_total):
             await asyncio.sleep(0.01)  # the engine's first statistics follow its first word
         registration = LlmRegistration(
@@ -115,7 +149,9 @@ class Worker(LLMEngine):
         )
         return Registration(model=str(engine.model.directory), served_model_name=card.name, llm=registration)
 
-    async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
+    async def generate(
+        self, request: Mapping[str, Any], context: Any
+    ) -> AsyncGenerator[dict[str, Any], None]:
         id = f"{context.id()}+{next(self._numbers)}"  # a stream may come back to where it has been
         self.running[context.id()] = id
         try:
@@ -132,7 +168,9 @@ class Worker(LLMEngine):
         finally:
             self.running.pop(context.id(), None)
 
-    async def _chunks(self, request: Mapping[str, Any], context: Any, id: str) -> AsyncGenerator[dict[str, Any], None]:
+    async def _chunks(
+        self, request: Mapping[str, Any], context: Any, id: str
+    ) -> AsyncGenerator[dict[str, Any], None]:
         service, arrival = self.service, perf_counter()
         assert service is not None
         priorities = self.settings.engine.scheduler.scheduling_policy == "priority"
@@ -148,7 +186,9 @@ class Worker(LLMEngine):
         requests = requests_of(service, spelling, id, prompt, sampling, body.choices, salt=body.salt)
         choices = [Choice(service, choice_request) for choice_request in requests]
         usage, scores, left = Usage(choices, len(choices)), list[TokenLogprob](), len(choices)
-        async with contextlib.aclosing(Generation(service, choices, arrival, body.timeout, streaming=True).steps()) as stream:
+        async with contextlib.aclosing(
+            Generation(service, choices, arrival, body.timeout, streaming=True).steps()
+        ) as stream:
             async for steps in stream:
                 for index, step, _ in steps:
                     usage.add(step)
@@ -194,7 +234,9 @@ class Worker(LLMEngine):
                 stats = client.stats()
                 prompts = stats.prompt_tokens_total
                 hits = stats.cached_prompt_tokens_total / prompts if prompts else None
-                self._snapshots.publish(0, ComponentSnapshot(stats.pages_used, stats.pages_total, stats.page_share, 0, hits))
+                self._snapshots.publish(
+                    0, ComponentSnapshot(stats.pages_used, stats.pages_total, stats.page_share, 0, hits)
+                )
 
 
 def main() -> int:

@@ -1,4 +1,5 @@
-"""What the integrations share: options as another project hands them on, and engines without a server of ours."""
+"""What the integrations share: options as another project hands them on, and engines without a server of
+ours."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ FLAGS = {"true": True, "false": False}  # as command lines write them
 
 
 def values_of(args: Mapping[str, object]) -> Values:
-    """Options of `mtpserve launch` with underscores or dashes, nested or not; texts are parsed. Raises ConfigError."""
+    """Options of `mtpserve launch` with underscores or dashes, nested or not; texts are parsed. Raises
+    ConfigError."""
     return from_tree({name: FLAGS.get(str(value), value) for name, value in args.items()})
 
 
@@ -41,7 +43,13 @@ def chosen(values: Values, foreign: Collection[str], whose: str) -> Settings:
 class Engines:
     """The engines of one configuration, and the tokenizer."""
 
-    def __init__(self, settings: Settings, client: Replicas, tokenizer: Tokenizer, meetings: TemporaryDirectory[str] | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        client: Replicas,
+        tokenizer: Tokenizer,
+        meetings: TemporaryDirectory[str] | None,
+    ) -> None:
         self.settings, self.client, self.tokenizer, self._meetings = settings, client, tokenizer, meetings
 
     @classmethod
@@ -51,7 +59,9 @@ class Engines:
         meetings = meetings_of(engine)
         client = engines_of(engine, config.server.log_level, meetings, factory)
         try:
-            _, tokenizer = await asyncio.gather(client.start(), asyncio.to_thread(load_tokenizer, engine.model))
+            _, tokenizer = await asyncio.gather(
+                client.start(), asyncio.to_thread(load_tokenizer, engine.model)
+            )
         except BaseException:
             await client.stop(grace=0)
             clean(meetings)
@@ -63,7 +73,8 @@ class Engines:
         return create_app(self.client, self.tokenizer, self.settings.engine, self.settings.server)
 
     async def end_process(self, what: str) -> NoReturn:
-        """Once no engine lives and none will be started again, at once: what came in meanwhile would be lost, too."""
+        """Once no engine lives and none will be started again, at once: what came in meanwhile would be lost,
+        too."""
         log.error("%s ends: %s", what, await self.client.wait_dead())
         os._exit(1)
 

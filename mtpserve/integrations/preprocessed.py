@@ -1,8 +1,10 @@
-"""Requests as Dynamo's frontend preprocesses them, and outputs as the chunks that it reads. As of Dynamo 1.6; imports nothing of it.
+"""Requests as Dynamo's frontend preprocesses them, and outputs as the chunks that it reads. As of Dynamo 1.6;
+imports nothing of it.
 
 a request in tokens ─┬─ sampling_options, stop_conditions, output_options, routing
-                     └─ metadata["mtpserve"]: JSON of a header, for fields of completions that Dynamo does not hand on
-                     → a body of completions, with all of its checks → requests to the engine → steps → chunks
+                     └─ metadata["mtpserve"]: JSON of a header, for fields of completions that Dynamo does not
+                     hand on → a body of completions, with all of its checks → requests to the engine → steps
+                     → chunks
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from mtpserve.text.tokenizer import Tokenizer
 
 HEADER = "mtpserve"  # x-dynamo-meta-mtpserve
 SAMPLING = (
-    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"
+    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+    "repetition_penalty"
 )  # fmt: skip
 CONSTRAINTS = NATIVE.keys() | {"response_format", "structured_outputs"}
 GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
@@ -41,10 +44,11 @@ Fields = dict[str, Any]
 
 
 def body_of(request: Mapping[str, Any], metadata: str | None, *, has_priorities: bool) -> CompletionRequest:
-    """Stop strings stay Dynamo's, which has the text. `has_priorities`: --scheduling-policy priority, where lower ones come first, unlike
-    Dynamo's. Raises InvalidRequest."""
+    """Stop strings stay Dynamo's, which has the text. `has_priorities`: --scheduling-policy priority, where
+    lower ones come first, unlike Dynamo's. Raises InvalidRequest."""
     sampling, stops, output, routing = (
-        request.get(part) or {} for part in ("sampling_options", "stop_conditions", "output_options", "routing")
+        request.get(part) or {}
+        for part in ("sampling_options", "stop_conditions", "output_options", "routing")
     )
     for part, name in REFUSED:
         if (value := (request.get(part) or {}).get(name)) not in (None, False):
@@ -53,12 +57,28 @@ def body_of(request: Mapping[str, Any], metadata: str | None, *, has_priorities:
     fields |= {name: exact(sampling[name]) for name in SAMPLING if sampling.get(name) is not None}
     guided = sampling.get("guided_decoding") or {}
     if guided.get("whitespace_pattern"):
-        raise InvalidRequest("whitespace_pattern is not supported: a schema's white space is the engine's", "whitespace_pattern")
-    fields |= {"structured_outputs": {name: guided[name] for name in GRAMMARS if guided.get(name) is not None} or None} if guided else {}
-    fields |= {name: stops[name] for name in ("max_tokens", "min_tokens", "ignore_eos") if stops.get(name) is not None}
+        raise InvalidRequest(
+            "whitespace_pattern is not supported: a schema's white space is the engine's",
+            "whitespace_pattern",
+        )
+    fields |= (
+        {
+            "structured_outputs": {name: guided[name] for name in GRAMMARS if guided.get(name) is not None}
+            or None
+        }
+        if guided
+        else {}
+    )
+    fields |= {
+        name: stops[name]
+        for name in ("max_tokens", "min_tokens", "ignore_eos")
+        if stops.get(name) is not None
+    }
     stopping = [id for name in STOPS for id in stops.get(name) or ()]
     fields |= {"stop_token_ids": list(dict.fromkeys(stopping))} if stopping else {}
-    fields |= {name: int(output[name]) for name in ("logprobs", "prompt_logprobs") if output.get(name) is not None}
+    fields |= {
+        name: int(output[name]) for name in ("logprobs", "prompt_logprobs") if output.get(name) is not None
+    }
     fields |= {"cache_salt": routing["cache_salt"]} if routing.get("cache_salt") else {}
     fields |= {"priority": -int(routing["priority"])} if has_priorities and routing.get("priority") else {}
     try:
@@ -67,7 +87,10 @@ def body_of(request: Mapping[str, Any], metadata: str | None, *, has_priorities:
         message, param, _ = validation_message(error.errors())
         raise InvalidRequest(message, param) from error
     if body.choices > 1:
-        raise InvalidRequest(f"n must be 1 behind Dynamo, which ends a stream where its first choice ends, got {body.choices}", "n")
+        raise InvalidRequest(
+            f"n must be 1 behind Dynamo, which ends a stream where its first choice ends, got {body.choices}",
+            "n",
+        )
     if body.selects:
         raise InvalidRequest(f"best_of must be 1 behind Dynamo, which streams, got {body.best_of}", "best_of")
     return body
@@ -81,10 +104,13 @@ def further(metadata: str | None) -> Fields:
         fields = None
     if not isinstance(fields, dict):
         raise InvalidRequest(
-            f"x-dynamo-meta-{HEADER} must be a JSON object with fields of completions, got {str(metadata)[:200]!r}", HEADER
+            f"x-dynamo-meta-{HEADER} must be a JSON object with fields of completions, got "
+            f"{str(metadata)[:200]!r}",
+            HEADER,
         )
     for name in CONSTRAINTS & fields.keys():
-        # Dynamo sends a stream that was cut on to another worker as a longer prompt, unless it knows of a grammar, which would begin again.
+        # Dynamo sends a stream that was cut on to another worker as a longer prompt, unless it knows of a
+        # grammar, which would begin again.
         raise InvalidRequest(f"{name} belongs in the body, not in x-dynamo-meta-{HEADER}", name)
     return fields
 
@@ -101,7 +127,8 @@ def chunk_of(index: int, step: StepOutput, tokenizer: Tokenizer, top: int | None
         chunk["log_probs"] = [token_logprob.logprob for token_logprob in step.logprobs]
         if top:
             chunk["top_logprobs"] = [
-                [alternative(tokenizer, rank, *one) for rank, one in enumerate(token_logprob.top, 1)] for token_logprob in step.logprobs
+                [alternative(tokenizer, rank, *one) for rank, one in enumerate(token_logprob.top, 1)]
+                for token_logprob in step.logprobs
             ]
     if step.finish is not None:
         chunk["finish_reason"] = "cancelled" if step.finish is Finish.ABORT else step.finish.value
@@ -110,11 +137,18 @@ def chunk_of(index: int, step: StepOutput, tokenizer: Tokenizer, top: int | None
 
 def alternative(tokenizer: Tokenizer, rank: int, token: int, logprob: float) -> Fields:
     spelled = tokenizer.token_bytes(token)
-    return {"rank": rank, "token_id": token, "token": spelled.decode(errors="replace"), "logprob": logprob, "bytes": list(spelled)}
+    return {
+        "rank": rank,
+        "token_id": token,
+        "token": spelled.decode(errors="replace"),
+        "logprob": logprob,
+        "bytes": list(spelled),
+    }
 
 
 def last_of(usage: Usage, prompt: list[int], scores: list[TokenLogprob], tokenizer: Tokenizer) -> Fields:
-    """What the answer's last chunk has beside its tokens. `engine_data` reaches clients that ask for it by nvext.extra_fields."""
+    """What the answer's last chunk has beside its tokens. `engine_data` reaches clients that ask for it by
+    nvext.extra_fields."""
     token_usage = usage.object()
     counted = {
         "prompt_tokens": token_usage.prompt_tokens,
@@ -123,15 +157,25 @@ def last_of(usage: Usage, prompt: list[int], scores: list[TokenLogprob], tokeniz
     }
     data: Fields = {"usage": msgspec.to_builtins(token_usage)}
     if scores:
-        data["prompt_logprobs"] = [None, *(scored(tokenizer, token, score) for token, score in zip(prompt[1:], scores, strict=False))]
+        data["prompt_logprobs"] = [
+            None,
+            *(scored(tokenizer, token, score) for token, score in zip(prompt[1:], scores, strict=False)),
+        ]
     cached = {"cached_tokens": token_usage.prompt_tokens_details.cached_tokens}
     return {"completion_usage": counted | {"prompt_tokens_details": cached}, "engine_data": data}
 
 
 def scored(tokenizer: Tokenizer, token: int, score: TokenLogprob) -> Fields:
     """A prompt token and the alternatives to it, by id, as in vLLM."""
-    ranked = [(token, score.logprob, score.rank), *((other, logprob, rank) for rank, (other, logprob) in enumerate(score.top, 1))]
+    ranked = [
+        (token, score.logprob, score.rank),
+        *((other, logprob, rank) for rank, (other, logprob) in enumerate(score.top, 1)),
+    ]
     return {
-        str(id): {"logprob": logprob, "rank": rank, "decoded_token": tokenizer.token_bytes(id).decode(errors="replace")}
+        str(id): {
+            "logprob": logprob,
+            "rank": rank,
+            "decoded_token": tokenizer.token_bytes(id).decode(errors="replace"),
+        }
         for id, logprob, rank in ranked
     }

@@ -1,10 +1,11 @@
-"""mtpserve under Ray Serve, which places replicas, scales them by their queues and replaces those that are ill.
+"""mtpserve under Ray Serve, which places replicas, scales them by their queues and replaces those that are
+ill.
 
     serve run mtpserve.integrations.ray:app model=demo deployment='{"num_replicas": 2}'
 
-or by a file for `serve deploy` (docs/deploy.md). A replica is one engine, or several with data_parallel_size, and answers all of the
-server's routes. One whose engines are dead and are not started again ends its process at once: it would answer errors fast and attract
-requests.
+or by a file for `serve deploy` (docs/deploy.md). A replica is one engine, or several with data_parallel_size,
+and answers all of the server's routes. One whose engines are dead and are not started again ends its process
+at once: it would answer errors fast and attract requests.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from mtpserve.integrations.engines import Engines, chosen, values_of
 
 # Ray's proxy listens, and Ray drains.
 RAYS = (
-    "host", "port", "ssl_keyfile", "ssl_keyfile_password", "ssl_certfile", "ssl_ca_certs", "read_timeout", "write_timeout", "drain_timeout",
+    "host", "port", "ssl_keyfile", "ssl_keyfile_password", "ssl_certfile", "ssl_ca_certs", "read_timeout",
+    "write_timeout", "drain_timeout",
     "drain_delay",
 )  # fmt: skip
-BUSY = 32  # requests of one engine at which another replica is wanted, where --max-running-requests does not say
+# requests of one engine at which another replica is wanted, where --max-running-requests does not say
+BUSY = 32
 
 
 class Passed(Response):
@@ -47,7 +50,8 @@ class Passed(Response):
 
 
 class ServedReplica:
-    """Ray awaits its constructor and its destructor. A model that cannot be loaded is an error of the deployment."""
+    """Ray awaits its constructor and its destructor. A model that cannot be loaded is an error of the
+    deployment."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]
         self.engines = await Engines.start(settings)
@@ -58,7 +62,8 @@ class ServedReplica:
         return Passed(self.app)
 
     async def check_health(self) -> None:
-        """Raises where no engine is up and none will be. An engine that is just started again is worth waiting for."""
+        """Raises where no engine is up and none will be. An engine that is just started again is worth
+        waiting for."""
         if (dead := self.engines.client.dead) is not None:
             raise RuntimeError(dead)
 
@@ -70,8 +75,8 @@ class ServedReplica:
 
 
 def app(args: Mapping[str, Any]) -> Application:
-    """For `serve run` and `serve deploy`: options of `mtpserve launch`, and `deployment` with Ray's own, as a mapping or JSON. Raises
-    ConfigError."""
+    """For `serve run` and `serve deploy`: options of `mtpserve launch`, and `deployment` with Ray's own, as a
+    mapping or JSON. Raises ConfigError."""
     options = dict(args)
     overrides = options.pop("deployment", {})
     with contextlib.suppress(ValueError):
@@ -84,8 +89,9 @@ def app(args: Mapping[str, Any]) -> Application:
 
 
 def deployment(engine: EngineConfig, overrides: Mapping[str, Any], has_gpus: bool) -> dict[str, Any]:
-    """Ray's options: `overrides`, and where it says nothing a GPU for each device of a replica, a health check every second, time for open
-    streams when a replica is taken away, and, where replicas are to be scaled, the load at which another one is wanted."""
+    """Ray's options: `overrides`, and where it says nothing a GPU for each device of a replica, a health
+    check every second, time for open streams when a replica is taken away, and, where replicas are to be
+    scaled, the load at which another one is wanted."""
     parallel = engine.parallel
     busy = (engine.scheduler.max_running_requests or BUSY) * parallel.data_parallel_size
     options: dict[str, Any] = {

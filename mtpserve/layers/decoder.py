@@ -1,4 +1,5 @@
-"""A pre-norm decoder layer, and the whole model around it: what the families have in common, parametrised by ModelArch."""
+"""A pre-norm decoder layer, and the whole model around it: what the families have in common, parametrised by
+ModelArch."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from mtpserve.layers.rope import Rope, Rotation
 from mtpserve.layers.streams import norm_after, norm_before
 
 HeadProduct = Callable[[Tensor], Tensor]
-Blocks = tuple[nn.Module | None, nn.Module | None]  # attention, or what stands in its place, and feed-forward; one of them may be None
+# attention, or what stands in its place, and feed-forward; one of them may be None
+Blocks = tuple[nn.Module | None, nn.Module | None]
 MakeBlock = Callable[[int], Blocks]  # number in arch.layers → its blocks
 
 
@@ -34,7 +36,8 @@ class Methods:
     layers: LinearMethod  # of the trunk
     head: LinearMethod
     draft: LinearMethod  # of the checkpoint's own draft model
-    draft_head: LinearMethod | None = None  # a copy of the head for drafting alone; None: it multiplies the trunk's
+    # a copy of the head for drafting alone; None: it multiplies the trunk's
+    draft_head: LinearMethod | None = None
 
     @classmethod
     def all(cls, method: LinearMethod) -> Methods:
@@ -56,14 +59,22 @@ class StoresRows(Protocol):
 class DecoderLayer(nn.Module):
     """Blocks that are there, each with its norm before it."""
 
-    def __init__(self, arch: ModelArch, attention: nn.Module | None, mlp: nn.Module | None, kernels: Kernels) -> None:
+    def __init__(
+        self, arch: ModelArch, attention: nn.Module | None, mlp: nn.Module | None, kernels: Kernels
+    ) -> None:
         super().__init__()
         assert attention is not None or mlp is not None
-        self.attention_norm, self.attention = None if attention is None else norm_before(arch, kernels), attention
+        self.attention_norm, self.attention = (
+            None if attention is None else norm_before(arch, kernels),
+            attention,
+        )
         self.mlp_norm, self.mlp = None if mlp is None else norm_before(arch, kernels), mlp
 
-    def forward(self, x: Tensor, residual: Residual | None, rotation: Rotation, context: Context) -> tuple[Tensor, Residual]:
-        """The layer's input is residual + x, its output the sum of the two that it gives: a sum is always taken where it is normed."""
+    def forward(
+        self, x: Tensor, residual: Residual | None, rotation: Rotation, context: Context
+    ) -> tuple[Tensor, Residual]:
+        """The layer's input is residual + x, its output the sum of the two that it gives: a sum is always
+        taken where it is normed."""
         if self.attention is not None and self.attention_norm is not None:
             normed, residual = self.attention_norm.add(x, residual)
             x = self.attention(normed, rotation, context)
@@ -80,16 +91,20 @@ class DecoderLayer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """A copy of the language-model head by another method, for drafting alone. It is a part of the head, so that it is made before the
-    head's weight is packed in place. `method` makes numbers of its own from the weight, as int8 does: it must not pack it in place."""
+    """A copy of the language-model head by another method, for drafting alone. It is a part of the head, so
+    that it is made before the head's weight is packed in place. `method` makes numbers of its own from the
+    weight, as int8 does: it must not pack it in place."""
 
     def __init__(self, head: VocabularyHead | TiedHead, arch: ModelArch, method: LinearMethod) -> None:
         super().__init__()
-        self.head, self.arch, self.method = [head], arch, method  # in a list: the head holds it, and not the other way round
+        # in a list: the head holds it, and not the other way round
+        self.head, self.arch, self.method = [head], arch, method
         self.product: VocabularyHead | None = None
 
     def finish_loading(self) -> None:
-        self.product = VocabularyHead(self.arch.hidden, self.arch.vocab, self.method, self.head[0].vocabulary.ranks)
+        self.product = VocabularyHead(
+            self.arch.hidden, self.arch.vocab, self.method, self.head[0].vocabulary.ranks
+        )
         self.product.weight = self.head[0].weight
         self.product.finish_loading()
 
@@ -99,7 +114,8 @@ class DraftHead(nn.Module):
 
 
 def shared_head(trunk: DecoderModel, methods: Methods) -> HeadProduct:
-    """The trunk's language-model head as a draft model multiplies it: [rows, hidden] → [rows, vocabulary] float32."""
+    """The trunk's language-model head as a draft model multiplies it: [rows, hidden] → [rows, vocabulary]
+    float32."""
     if methods.draft_head is None:
         return trunk.logits
     trunk.head.add_module("draft", DraftHead(trunk.head, trunk.arch, methods.draft_head))
@@ -107,12 +123,14 @@ def shared_head(trunk: DecoderModel, methods: Methods) -> HeadProduct:
 
 
 class MTPHead(nn.Module):
-    """core.protocols.models.DraftModel: the checkpoint's own multi-token-prediction layer. Embedding, head and rotary tables are the
-    trunk's own objects, borrowed and not held as children."""
+    """core.protocols.models.DraftModel: the checkpoint's own multi-token-prediction layer. Embedding, head
+    and rotary tables are the trunk's own objects, borrowed and not held as children."""
 
     lag, at_once, mask, tokens = 1, False, None, None
 
-    def __init__(self, arch: ModelArch, blocks: Blocks, methods: Methods, kernels: Kernels, trunk: DecoderModel) -> None:
+    def __init__(
+        self, arch: ModelArch, blocks: Blocks, methods: Methods, kernels: Kernels, trunk: DecoderModel
+    ) -> None:
         super().__init__()
         assert arch.mtp is not None
         self.arch, self.borrowed = arch.mtp, [trunk]
@@ -128,7 +146,11 @@ class MTPHead(nn.Module):
         self.kernels, self.methods = kernels, methods
         self.run_layer: RunFusedLayer
         has_head = arch.mtp.head == "own"
-        self.head = VocabularyHead(arch.hidden, arch.vocab, methods.draft_head or methods.head, kernels.ranks) if has_head else None
+        self.head = (
+            VocabularyHead(arch.hidden, arch.vocab, methods.draft_head or methods.head, kernels.ranks)
+            if has_head
+            else None
+        )
         self.trunk_head = None if has_head else shared_head(trunk, methods)
 
     @property
@@ -137,13 +159,21 @@ class MTPHead(nn.Module):
         if self.head is not None:
             return self.head
         shared = self.borrowed[0].head
-        return shared if self.methods.draft_head is None else cast(VocabularyHead, cast(DraftHead, shared.draft).product)
+        return (
+            shared
+            if self.methods.draft_head is None
+            else cast(VocabularyHead, cast(DraftHead, shared.draft).product)
+        )
 
     def finish_loading(self) -> None:
         trunk = self.borrowed[0]
-        self.run_layer = self.kernels.pack_fused_layer(trunk.embed, self.fusion, self.layer, self.norm or trunk.norm)
+        self.run_layer = self.kernels.pack_fused_layer(
+            trunk.embed, self.fusion, self.layer, self.norm or trunk.norm
+        )
 
-    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> Hidden:
         """Its row at position p predicts token p + 2."""
         assert features is not None
         normed, x = self.run_layer(ids, features, self.borrowed[0].rope(positions), contexts)
@@ -151,7 +181,9 @@ class MTPHead(nn.Module):
 
     step = extend
 
-    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+    def store_kv(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> None:
         assert features is not None
         self.run_layer.store(ids, features, self.borrowed[0].rope(positions), contexts)
 
@@ -163,15 +195,16 @@ class MTPHead(nn.Module):
 
 
 class MTPModules(nn.Module):
-    """core.protocols.models.DraftModel: several MTP layers, one for each depth. In MiMo-V2 each gets the trunk's hidden state, and none
-    another one's output:
+    """core.protocols.models.DraftModel: several MTP layers, one for each depth. In MiMo-V2 each gets the
+    trunk's hidden state, and none another one's output:
 
     draft         1           2                 3              Module i's row in slot s: h of token s - 1 - i, and token s. To be able to
     module 0    h3 t4                                          draft with its next row it needs those before, also the ones that
     module 1    h2 t4       h3 d1                              are made with drafts; they are made anew with what is committed.
     module 2    h1 t4       h2 d1             h3 d2
 
-    In Step-3.5 they are chained. Module i + 1 gets module i's output for the same hidden state, which is that of the slot before:
+    In Step-3.5 they are chained. Module i + 1 gets module i's output for the same hidden state, which is that
+    of the slot before:
 
     module 0    h3 t4 → a4                                     a4 comes of h3, b4 of h2 by way of a3.
     module 1    a3 t4 → b4  a4 d1 → b5
@@ -180,7 +213,9 @@ class MTPModules(nn.Module):
 
     lag, at_once, mask, tokens = 1, False, None, None
 
-    def __init__(self, arch: ModelArch, make_block: MakeBlock, methods: Methods, kernels: Kernels, trunk: DecoderModel) -> None:
+    def __init__(
+        self, arch: ModelArch, make_block: MakeBlock, methods: Methods, kernels: Kernels, trunk: DecoderModel
+    ) -> None:
         super().__init__()
         assert arch.mtp is not None
         numbers = range(arch.num_layers, len(arch.layers))
@@ -188,10 +223,14 @@ class MTPModules(nn.Module):
         self.hidden, self.layers = arch.hidden, arch.layers[arch.num_layers :]
         self.features = Features(last=arch.mtp.hidden_in, rows=len(numbers), chained=arch.mtp.chained)
 
-    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def extend(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> Hidden:
         return self.step(ids, positions, features, contexts)
 
-    def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+    def step(
+        self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]
+    ) -> Hidden:
         """Output of the first of the modules that are left, of the others keys and values."""
         assert state is not None
         first = self.fill_after(1, ids, positions, state, contexts)
@@ -199,23 +238,35 @@ class MTPModules(nn.Module):
         out = head.extend(ids, positions, state[:, : self.hidden], contexts[first : first + 1])
         return Hidden(out.head, state[:, : -self.hidden])
 
-    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+    def store_kv(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]
+    ) -> None:
         assert features is not None
         self.fill_after(0, ids, positions, features, contexts)
 
-    def fill_after(self, skipped: int, ids: Tensor, positions: Tensor, state: Tensor, contexts: Sequence[Context]) -> int:
-        """state [T, left * hidden], for as many modules as are left, without the first `skipped` of these → the number of their first."""
+    def fill_after(
+        self, skipped: int, ids: Tensor, positions: Tensor, state: Tensor, contexts: Sequence[Context]
+    ) -> int:
+        """state [T, left * hidden], for as many modules as are left, without the first `skipped` of these →
+        the number of their first."""
         parts = state.split(self.hidden, -1)
         first = len(self.depths) - state.shape[1] // self.hidden
         for i, part in enumerate(parts[skipped:], first + skipped):
             cast(MTPHead, self.depths[i]).store_kv(ids, positions, part, contexts[i : i + 1])
         return first
 
-    def module(self, number: int, ids: Tensor, positions: Tensor, features: Tensor, contexts: Sequence[Context]) -> Hidden:
-        """Of one of those that are chained: features [T, hidden] → its output, of which `features` is what the next one gets."""
-        return cast(MTPHead, self.depths[number]).extend(ids, positions, features, contexts[number : number + 1])
+    def module(
+        self, number: int, ids: Tensor, positions: Tensor, features: Tensor, contexts: Sequence[Context]
+    ) -> Hidden:
+        """Of one of those that are chained: features [T, hidden] → its output, of which `features` is what
+        the next one gets."""
+        return cast(MTPHead, self.depths[number]).extend(
+            ids, positions, features, contexts[number : number + 1]
+        )
 
-    def store_last_kv(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: Sequence[Context]) -> None:
+    def store_last_kv(
+        self, ids: Tensor, positions: Tensor, features: Tensor, contexts: Sequence[Context]
+    ) -> None:
         """As `module`, for what later rows need of the last one's."""
         cast(MTPHead, self.depths[-1]).store_kv(ids, positions, features, contexts[-1:])
 
@@ -224,18 +275,29 @@ class MTPModules(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """core.protocols.Trunk, and what was loaded together with it: the checkpoint's own MTP layer, or another draft model."""
+    """core.protocols.Trunk, and what was loaded together with it: the checkpoint's own MTP layer, or another
+    draft model."""
 
     def __init__(
-        self, arch: ModelArch, make_block: MakeBlock, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
+        self,
+        arch: ModelArch,
+        make_block: MakeBlock,
+        methods: Methods,
+        dtype: torch.dtype,
+        positions: int,
+        kernels: Kernels,
     ) -> None:
         super().__init__()
         self.arch, self.methods = arch, methods
         self.embed = Embedding(arch.vocab, arch.hidden, kernels.ranks)
-        self.layers = nn.ModuleList(DecoderLayer(arch, *make_block(i), kernels) for i in range(arch.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(arch, *make_block(i), kernels) for i in range(arch.num_layers)
+        )
         self.norm = norm_after(arch, kernels)
         own_head = partial(VocabularyHead, arch.hidden, arch.vocab, methods.head, kernels.ranks)
-        self.head: VocabularyHead | TiedHead = TiedHead(self.embed, methods.head) if arch.tied_head else own_head()
+        self.head: VocabularyHead | TiedHead = (
+            TiedHead(self.embed, methods.head) if arch.tied_head else own_head()
+        )
         self.rope = Rope(arch.rope, positions, dtype, arch.window_rope)
         self.mtp_head: MTPHead | MTPModules | None = None
         if arch.mtp is not None and arch.mtp.each_depth:
@@ -249,21 +311,32 @@ class DecoderModel(nn.Module):
     def finish_loading(self) -> None:
         self.run_layers = self.kernels.pack_layers(list(self.layers), self.norm)
 
-    def trunk(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context], features: Features) -> Hidden:
-        normed, x, aux_hidden_states = self.run_layers(self.embed(ids), self.rope(positions, ids), contexts, features.taps)
+    def trunk(
+        self, ids: Tensor, positions: Tensor, contexts: Sequence[Context], features: Features
+    ) -> Hidden:
+        normed, x, aux_hidden_states = self.run_layers(
+            self.embed(ids), self.rope(positions, ids), contexts, features.taps
+        )
         if features.last is not None:
             aux_hidden_states.append(x if features.last == "pre" else normed)
         return Hidden(
             normed,
-            None if not aux_hidden_states else aux_hidden_states[0] if len(aux_hidden_states) == 1 else torch.cat(aux_hidden_states, -1),
+            None
+            if not aux_hidden_states
+            else aux_hidden_states[0]
+            if len(aux_hidden_states) == 1
+            else torch.cat(aux_hidden_states, -1),
         )
 
     def logits(self, head: Tensor) -> Tensor:
         return self.head.forward(head, torch.float32)  # the module's own call takes as long as a small op
 
     def logits_of(self, tokens: Tensor) -> HeadProduct:
-        """For drafting: `logits` of these tokens [n] alone, [rows, hidden] → [rows, n] float32, by a copy of the head's rows."""
-        part = VocabularyHead(self.arch.hidden, len(tokens), self.methods.draft_head or self.methods.head, self.kernels.ranks)
+        """For drafting: `logits` of these tokens [n] alone, [rows, hidden] → [rows, n] float32, by a copy of
+        the head's rows."""
+        part = VocabularyHead(
+            self.arch.hidden, len(tokens), self.methods.draft_head or self.methods.head, self.kernels.ranks
+        )
         shard, rows = part.vocabulary, self.head.rows(tokens).to(self.norm.weight.dtype)
         mine = rows[shard.first : shard.first + shard.rows]
         part.weight = nn.Parameter(F.pad(mine, (0, 0, 0, shard.rows - len(mine))), requires_grad=False)

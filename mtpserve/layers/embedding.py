@@ -1,4 +1,5 @@
-"""Token embedding and language-model head, whose rows the ranks of a model share: each has a block of the vocabulary's."""
+"""Token embedding and language-model head, whose rows the ranks of a model share: each has a block of the
+vocabulary's."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from mtpserve.layers.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`tokens` in as many equal blocks as there are ranks; the last one ends with rows that mean nothing, where they do not divide."""
+    """`tokens` in as many equal blocks as there are ranks; the last one ends with rows that mean nothing,
+    where they do not divide."""
 
     tokens: int
     ranks: Ranks
@@ -84,7 +86,8 @@ class VocabularyHead(Linear):
 
 
 class TiedHead(nn.Module):
-    """The language-model head of a checkpoint that has none of its own. Holds no weight: it borrows the embedding's."""
+    """The language-model head of a checkpoint that has none of its own. Holds no weight: it borrows the
+    embedding's."""
 
     def __init__(self, embedding: Embedding, method: LinearMethod) -> None:
         super().__init__()

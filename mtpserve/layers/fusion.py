@@ -21,7 +21,12 @@ class Fusion(nn.Module):
     """
 
     def __init__(
-        self, hidden: int, eps: float, order: Literal["embedding-hidden", "hidden-embedding"], method: LinearMethod, kernels: Kernels
+        self,
+        hidden: int,
+        eps: float,
+        order: Literal["embedding-hidden", "hidden-embedding"],
+        method: LinearMethod,
+        kernels: Kernels,
     ) -> None:
         super().__init__()
         self.embedding_norm, self.hidden_norm = RMSNorm(hidden, eps, kernels), RMSNorm(hidden, eps, kernels)
@@ -34,12 +39,15 @@ class Fusion(nn.Module):
 
 
 class StreamFusion(nn.Module):
-    """Of several residual streams: project(norm(stream)) of each, and project(norm(embedding)) in addition to all."""
+    """Of several residual streams: project(norm(stream)) of each, and project(norm(embedding)) in addition to
+    all."""
 
     def __init__(self, arch: ModelArch, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
         self.hidden = arch.hidden
-        self.embedding_norm, self.hidden_norm = (RMSNorm(arch.hidden, arch.norm_eps, kernels) for _ in range(2))
+        self.embedding_norm, self.hidden_norm = (
+            RMSNorm(arch.hidden, arch.norm_eps, kernels) for _ in range(2)
+        )
         self.embedding, self.stream = (Linear(arch.hidden, (arch.hidden,), method) for _ in range(2))
 
     def forward(self, embedding: Tensor, hidden: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""What layers compute with, as a record of functions that is chosen once and handed to each layer when it is made.
+"""What layers compute with, as a record of functions that is chosen once and handed to each layer when it is
+made.
 
-There is one record per way to compute: plain torch (torch_kernels.py) is the reference, and what runs where nothing else does; a GPU's
-are in triton_kernels.py, a CPU's in cpu_kernels.py. A layer calls the same functions whichever it is.
+There is one record per way to compute: plain torch (torch_kernels.py) is the reference, and what runs where
+nothing else does; a GPU's are in triton_kernels.py, a CPU's in cpu_kernels.py. A layer calls the same
+functions whichever it is.
 """
 
 from __future__ import annotations
@@ -22,21 +24,26 @@ from mtpserve.layers.rope import Rotation
 
 
 class AddRMSNorm(Protocol):
-    def __call__(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, /) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, /
+    ) -> tuple[Tensor, Tensor]:
         """x [T, H], residual [T, H] or None, weight [H] → (rms_norm(x + residual) * weight, x + residual)."""
         ...
 
 
 class Residual(Protocol):
-    """What a layer's output is still to be added to: a tensor [T, H], or streams that each take a part of it."""
+    """What a layer's output is still to be added to: a tensor [T, H], or streams that each take a part of
+    it."""
 
     def __add__(self, x: Tensor, /) -> Tensor: ...
 
 
 class Gated(Protocol):
-    def __call__(self, gate_up: Callable[[Tensor], Tensor], x: Tensor, gate: ClampedGate | None = None, /) -> Tensor:
-        """gate_up: a layers.linear.Linear with 2 size outputs; x [T, H] → [T, size]: silu of its first half times the second, or as `gate`
-        has it."""
+    def __call__(
+        self, gate_up: Callable[[Tensor], Tensor], x: Tensor, gate: ClampedGate | None = None, /
+    ) -> Tensor:
+        """gate_up: a layers.linear.Linear with 2 size outputs; x [T, H] → [T, size]: silu of its first half
+        times the second, or as `gate` has it."""
         ...
 
 
@@ -50,21 +57,30 @@ class HeadNorms(NamedTuple):
 
 class RopeStore(Protocol):
     def __call__(
-        self, qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int, norms: HeadNorms | None, /
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        heads: int,
+        norms: HeadNorms | None,
+        /,
     ) -> Tensor:
-        """qkv [T, heads + 2 kv_heads, D] → rotated q [T, heads, D]; rotated k, and v, are stored in `slots` [T] of keys and values. q and
-        k are normed before."""
+        """qkv [T, heads + 2 kv_heads, D] → rotated q [T, heads, D]; rotated k, and v, are stored in `slots`
+        [T] of keys and values. q and k are normed before."""
         ...
 
 
 class LatentStore(Protocol):
     def __call__(
-        self, q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int,
+        self, q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor,
+        eps: float, nope: int,
         out: Tensor | None = None, /,
     ) -> Tensor:  # fmt: skip
-        """q [T, heads, nope + rope], row [T, rank + rope] → the rotated part of q [T, heads, rope], in `out` if that is given, which may be
-        a part of something wider; the latent, normed with `norm`
-        [rank] and `eps`, and the rotated key after it are stored in `slots` [T] of `keys` [slots, 1, rank + rope]."""
+        """q [T, heads, nope + rope], row [T, rank + rope] → the rotated part of q [T, heads, rope], in `out`
+        if that is given, which may be a part of something wider; the latent, normed with `norm` [rank] and
+        `eps`, and the rotated key after it are stored in `slots` [T] of `keys` [slots, 1, rank + rope]."""
         ...
 
 
@@ -76,8 +92,8 @@ class Route(Protocol):
 
 class PackRouter(Protocol):
     def __call__(self, weight: Tensor, bias: Tensor | None, arch: MoEArch, /) -> Route:
-        """weight [E, H] and bias [E] float32, after loading; a bias where `arch.router_bias` says what it is. May reorder the memory of
-        the weight, as core.protocols.linear.Pack."""
+        """weight [E, H] and bias [E] float32, after loading; a bias where `arch.router_bias` says what it is.
+        May reorder the memory of the weight, as core.protocols.linear.Pack."""
         ...
 
 
@@ -106,12 +122,14 @@ class SharedExpert(Protocol):
     def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
-Gate = Callable[[Tensor], Tensor]  # layers.linear.Linear with one output: the shared expert's is multiplied with its sigmoid
+# layers.linear.Linear with one output: the shared expert's is multiplied with its sigmoid
+Gate = Callable[[Tensor], Tensor]
 
 
 class RoutedExperts(Protocol):
-    """layers.moe.Experts: gate_up [E, 2 size, H], or up [E, size, H] where there is no gate, and down [E, H, size]; the scales are
-    None for what has none, see quant/stored.py, the biases [E, 2 size] and [E, H] both or neither."""
+    """layers.moe.Experts: gate_up [E, 2 size, H], or up [E, size, H] where there is no gate, and down [E, H,
+    size]; the scales are None for what has none, see quant/stored.py, the biases [E, 2 size] and [E, H] both
+    or neither."""
 
     @property
     def gate_up(self) -> Tensor: ...
@@ -142,50 +160,56 @@ class RoutedExperts(Protocol):
 
     @property
     def first(self) -> int | None:
-        """Its number, where experts with numbers below and above are elsewhere and add nothing here. None: all are here."""
+        """Its number, where experts with numbers below and above are elsewhere and add nothing here. None:
+        all are here."""
         ...
 
 
 class MixExperts(Protocol):
     def __call__(self, x: Tensor, weights: Tensor, topk_ids: Tensor, /) -> Tensor:
-        """x [T, H], weights and topk_ids [T, K] → [T, H]: the chosen experts' outputs by their weights, and the shared expert's."""
+        """x [T, H], weights and topk_ids [T, K] → [T, H]: the chosen experts' outputs by their weights, and
+        the shared expert's."""
         ...
 
 
 class PackExperts(Protocol):
-    def __call__(self, experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, /) -> MixExperts:
-        """After loading, also of the shared expert and its gate. May reorder the memory of the experts' weights, as
-        core.protocols.linear.Pack."""
+    def __call__(
+        self, experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, /
+    ) -> MixExperts:
+        """After loading, also of the shared expert and its gate. May reorder the memory of the experts'
+        weights, as core.protocols.linear.Pack."""
         ...
 
 
 class HeadProducts(Protocol):
     def __call__(self, x: Tensor, out: Tensor | None = None, /) -> Tensor:
-        """x [T, heads, K] → [T, heads, N], in `out` if that is given: each head's rows by the head's own matrix. Both may be parts of
-        something wider."""
+        """x [T, heads, K] → [T, heads, N], in `out` if that is given: each head's rows by the head's own
+        matrix. Both may be parts of something wider."""
         ...
 
 
 class PackHeads(Protocol):
     def __call__(self, kv_up: Tensor, heads: int, nope: int, /) -> tuple[HeadProducts, HeadProducts]:
-        """kv_up [heads * (nope + value), rank] → each head's products with its two parts, from nope numbers to rank and from rank to value.
-        nope may be 0: only the second one is of use then.
-        May reorder kv_up's memory, as core.protocols.linear.Pack."""
+        """kv_up [heads * (nope + value), rank] → each head's products with its two parts, from nope numbers
+        to rank and from rank to value. nope may be 0: only the second one is of use then. May reorder kv_up's
+        memory, as core.protocols.linear.Pack."""
         ...
 
 
 class Layer(Protocol):
     """layers.decoder.DecoderLayer"""
 
-    def __call__(self, x: Tensor, residual: Residual | None, rotation: Rotation, context: Context, /) -> tuple[Tensor, Residual]: ...
+    def __call__(
+        self, x: Tensor, residual: Residual | None, rotation: Rotation, context: Context, /
+    ) -> tuple[Tensor, Residual]: ...
 
 
 class RunLayers(Protocol):
     def __call__(
         self, x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...], /
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """x [T, H], or of several residual streams [T, streams * H] → the norm of the last layer's output [T, H], that output, and the
-        outputs of the layers `taps`, all streams of each side by side."""
+        """x [T, H], or of several residual streams [T, streams * H] → the norm of the last layer's output [T,
+        H], that output, and the outputs of the layers `taps`, all streams of each side by side."""
         ...
 
 
@@ -213,7 +237,8 @@ class StoringLayer(Layer, Protocol):
         ...
 
 
-Embed = Callable[[Tensor], Tensor]  # layers.embedding.Embedding: [T] → [T, H], of several streams [T, streams * H]
+# layers.embedding.Embedding: [T] → [T, H], of several streams [T, streams * H]
+Embed = Callable[[Tensor], Tensor]
 
 
 class Fuse(Protocol):
@@ -223,14 +248,18 @@ class Fuse(Protocol):
 
 
 class RunFusedLayer(Protocol):
-    """A layer whose input is made of a token and a hidden state for each row (layers.fusion): ids [T] and features [T, H], of several
-    streams [T, streams * H]."""
+    """A layer whose input is made of a token and a hidden state for each row (layers.fusion): ids [T] and
+    features [T, H], of several streams [T, streams * H]."""
 
-    def __call__(self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], /) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], /
+    ) -> tuple[Tensor, Tensor]:
         """→ the norm of the layer's output [T, H], and that output; `contexts` has one."""
         ...
 
-    def store(self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], /) -> None:
+    def store(
+        self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], /
+    ) -> None:
         """As StoringLayer.store."""
         ...
 
@@ -255,9 +284,11 @@ class Kernels:
     pack: Pack
     pack_int8: PackInt8
     linear_stored: LinearStored
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear  # of weights as they are in the checkpoint
+    # of weights as they are in the checkpoint
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
     ranks: Ranks = ALONE  # what sums and gathers the parts of products that ranks share
-    spread: SpreadExperts | None = None  # what reaches the routed experts where they are spread over several engines
+    # what reaches the routed experts where they are spread over several engines
+    spread: SpreadExperts | None = None
 
 
 KERNELS: Registry[Callable[[], Kernels]] = Registry(

@@ -10,10 +10,13 @@ from mtpserve.quant.unquantized import Unquantized
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. `parts` are the row counts of the matrices that one fused W holds, in order (q, k, v; gate, up)."""
+    """y = x W^T + b. `parts` are the row counts of the matrices that one fused W holds, in order (q, k, v;
+    gate, up)."""
 
-    may_hold_blocks: tuple[str, ...] = ("weight",)  # parameters that weights/blocks may replace by what is stored
-    cuts: tuple[int, ...] | None = None  # row counts of what ranks divide each for itself, where that is not `parts`
+    # parameters that weights/blocks may replace by what is stored
+    may_hold_blocks: tuple[str, ...] = ("weight",)
+    # row counts of what ranks divide each for itself, where that is not `parts`
+    cuts: tuple[int, ...] | None = None
     added_once: tuple[str, ...] = ()  # what only the first rank has, because the ranks' outputs are summed
 
     def __init__(self, inputs: int, parts: tuple[int, ...], method: LinearMethod, bias: bool = False) -> None:

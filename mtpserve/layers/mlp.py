@@ -1,4 +1,5 @@
-"""The feed-forward block: down(silu(gate(x)) * up(x)), gate and up in one matrix; or without a gate, down(relu(up(x))^2)."""
+"""The feed-forward block: down(silu(gate(x)) * up(x)), gate and up in one matrix; or without a gate,
+down(relu(up(x))^2)."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from mtpserve.layers.linear import Linear
 
 
 class MLP(nn.Module):
-    """`gate`: with limits, or "relu2" where there is none and `gate_up` is up alone, in plain torch on every device. None:
-    silu(gate) * up. `partial`: what it gives is a rank's own part of the sum."""
+    """`gate`: with limits, or "relu2" where there is none and `gate_up` is up alone, in plain torch on every
+    device. None: silu(gate) * up. `partial`: what it gives is a rank's own part of the sum."""
 
     def __init__(
-        self, hidden: int, size: int, method: LinearMethod, kernels: Kernels, gate: ClampedGate | Ungated | None = None,
+        self, hidden: int, size: int, method: LinearMethod, kernels: Kernels,
+        gate: ClampedGate | Ungated | None = None,
         partial: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -27,5 +29,9 @@ class MLP(nn.Module):
         self.kernels, self.gate, self.ranks = kernels, gate, ALONE if partial else kernels.ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.kernels.gated(self.gate_up, x, self.gate) if self.gate != "relu2" else F.relu(self.gate_up(x)).square()
+        inner = (
+            self.kernels.gated(self.gate_up, x, self.gate)
+            if self.gate != "relu2"
+            else F.relu(self.gate_up(x)).square()
+        )
         return self.ranks.sum(self.down(inner))

@@ -1,4 +1,5 @@
-"""Mixture of experts as DeepSeek-V3 routes it (https://arxiv.org/abs/2412.19437 §2.1.2), by a softmax as Qwen does, or as DeepSeek-V4."""
+"""Mixture of experts as DeepSeek-V3 routes it (https://arxiv.org/abs/2412.19437 §2.1.2), by a softmax as Qwen
+does, or as DeepSeek-V4."""
 
 from __future__ import annotations
 
@@ -18,29 +19,40 @@ from mtpserve.layers.torch_kernels import beside
 
 
 class Router(nn.Module):
-    """A bias for the choice steers it towards even load; the weights of the chosen come from the scores without it."""
+    """A bias for the choice steers it towards even load; the weights of the chosen come from the scores
+    without it."""
 
     def __init__(self, hidden: int, arch: MoEArch) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(arch.experts, hidden, dtype=torch.float32), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(arch.experts, hidden, dtype=torch.float32), requires_grad=False
+        )
         biased = arch.router_bias is not None
-        self.bias = nn.Parameter(torch.empty(arch.experts, dtype=torch.float32), requires_grad=False) if biased else None
+        self.bias = (
+            nn.Parameter(torch.empty(arch.experts, dtype=torch.float32), requires_grad=False)
+            if biased
+            else None
+        )
 
 
 class Experts(nn.Module):
-    """The weights of all experts, or of those that this process has, in two tensors. As loaded: gate_up [experts, 2 size, hidden], or up
-    alone [experts, size, hidden] where there is no gate, and down [experts, hidden, size].
+    """The weights of all experts, or of those that this process has, in two tensors. As loaded: gate_up
+    [experts, 2 size, hidden], or up alone [experts, size, hidden] where there is no gate, and down [experts,
+    hidden, size].
 
-    Each may be float8, with its scales [experts, blocks down, blocks across]; gate and up begin blocks of their own. Or either is float8
-    or of four bits, with scales and zeros [experts, rows, groups].
+    Each may be float8, with its scales [experts, blocks down, blocks across]; gate and up begin blocks of
+    their own. Or either is float8 or of four bits, with scales and zeros [experts, rows, groups].
     """
 
     may_hold_blocks = ("gate_up", "down")
     experts_first = True  # the first dimension of each parameter
     added_once = ("down_bias",)  # as in Linear
 
-    def __init__(self, hidden: int, arch: MoEArch, held: Sequence[int] | None = None, first: int | None = None) -> None:
-        """`held`: the numbers of those that this process has; None: all. `first`: see layers.kernels.RoutedExperts."""
+    def __init__(
+        self, hidden: int, arch: MoEArch, held: Sequence[int] | None = None, first: int | None = None
+    ) -> None:
+        """`held`: the numbers of those that this process has; None: all. `first`: see
+        layers.kernels.RoutedExperts."""
         super().__init__()
         self.held, self.first, experts = held, first, arch.experts if held is None else len(held)
         parts = (arch.size,) if arch.gate == "relu2" else (arch.size, arch.size)
@@ -53,16 +65,22 @@ class Experts(nn.Module):
         for name in ("gate_up_scale_inv", "down_scale_inv", "gate_up_zeros", "down_zeros"):
             self.register_parameter(name, None)
         self.gate = arch.gate
-        self.gate_up_bias = nn.Parameter(torch.empty(experts, sum(parts)), requires_grad=False) if arch.biases else None
-        self.down_bias = nn.Parameter(torch.empty(experts, hidden), requires_grad=False) if arch.biases else None
+        self.gate_up_bias = (
+            nn.Parameter(torch.empty(experts, sum(parts)), requires_grad=False) if arch.biases else None
+        )
+        self.down_bias = (
+            nn.Parameter(torch.empty(experts, hidden), requires_grad=False) if arch.biases else None
+        )
         self.parts = {"gate_up": parts, "gate_up_bias": parts, "down": (hidden,), "down_bias": (hidden,)}
 
 
 class SpreadMix:
-    """layers.kernels.MixExperts, of experts that are spread over several engines: their outputs are weighted and added up here, in float32
-    and the order of the experts' numbers, as where all are in one."""
+    """layers.kernels.MixExperts, of experts that are spread over several engines: their outputs are weighted
+    and added up here, in float32 and the order of the experts' numbers, as where all are in one."""
 
-    def __init__(self, spread: SpreadExperts, layer: int, shared: SharedExpert | None, gate: Gate | None) -> None:
+    def __init__(
+        self, spread: SpreadExperts, layer: int, shared: SharedExpert | None, gate: Gate | None
+    ) -> None:
         self.spread, self.layer, self.shared, self.gate = spread, layer, shared, gate
 
     def __call__(self, x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:
@@ -76,8 +94,9 @@ class SpreadMix:
 
 
 def experts_here(hidden: int, kernels: Kernels, layer: int, arch: MoEArch) -> Experts:
-    """Those that this process has of the layer with this number in `ModelArch.layers`. Of engines that share experts `SpreadMix` reaches
-    the others; of ranks each adds what its own experts give, as with all that ranks divide."""
+    """Those that this process has of the layer with this number in `ModelArch.layers`. Of engines that share
+    experts `SpreadMix` reaches the others; of ranks each adds what its own experts give, as with all that
+    ranks divide."""
     if kernels.spread is not None:
         return Experts(hidden, arch, kernels.spread.owned(layer, arch.experts))
     ranks = kernels.ranks
@@ -85,31 +104,50 @@ def experts_here(hidden: int, kernels: Kernels, layer: int, arch: MoEArch) -> Ex
         return Experts(hidden, arch)
     num_local_experts = arch.experts // ranks.size
     return Experts(
-        hidden, arch, range(ranks.rank * num_local_experts, (ranks.rank + 1) * num_local_experts), ranks.rank * num_local_experts
+        hidden,
+        arch,
+        range(ranks.rank * num_local_experts, (ranks.rank + 1) * num_local_experts),
+        ranks.rank * num_local_experts,
     )
 
 
-def packed(kernels: Kernels, layer: int, arch: MoEArch, experts: Experts, shared: SharedExpert | None, gate: Gate | None) -> MixExperts:
+def packed(
+    kernels: Kernels,
+    layer: int,
+    arch: MoEArch,
+    experts: Experts,
+    shared: SharedExpert | None,
+    gate: Gate | None,
+) -> MixExperts:
     """`layer`: as in `experts_here`."""
     if kernels.spread is None:
         return kernels.pack_experts(experts, shared, gate)
     mix = kernels.pack_experts(experts, None, None)
-    kernels.spread.serve(layer, arch.experts, lambda x, topk_ids: mix(x, x.new_ones(len(x), 1, dtype=torch.float32), topk_ids))
+    kernels.spread.serve(
+        layer, arch.experts, lambda x, topk_ids: mix(x, x.new_ones(len(x), 1, dtype=torch.float32), topk_ids)
+    )
     return SpreadMix(kernels.spread, layer, shared, gate)
 
 
 class MoE(nn.Module):
-    """With a latent size, the routed experts are computed between two projections (Nemotron 3 Super, https://arxiv.org/abs/2601.18089);
-    the shared one is not."""
+    """With a latent size, the routed experts are computed between two projections (Nemotron 3 Super,
+    https://arxiv.org/abs/2601.18089); the shared one is not."""
 
-    def __init__(self, hidden: int, arch: MoEArch, layer: int, method: LinearMethod, kernels: Kernels) -> None:
+    def __init__(
+        self, hidden: int, arch: MoEArch, layer: int, method: LinearMethod, kernels: Kernels
+    ) -> None:
         """`layer`: its number in `ModelArch.layers`."""
         super().__init__()
         self.arch, self.layer, self.kernels = arch, layer, kernels
-        self.router, self.experts = Router(hidden, arch), experts_here(arch.latent or hidden, kernels, layer, arch)
+        self.router, self.experts = (
+            Router(hidden, arch),
+            experts_here(arch.latent or hidden, kernels, layer, arch),
+        )
         self.latent_in = Linear(hidden, (arch.latent,), method) if arch.latent else None
         self.latent_out = Linear(arch.latent, (hidden,), method) if arch.latent else None
-        self.shared = MLP(hidden, arch.shared, method, kernels, arch.beside, partial=True) if arch.shared else None
+        self.shared = (
+            MLP(hidden, arch.shared, method, kernels, arch.beside, partial=True) if arch.shared else None
+        )
         self.shared_gate = Linear(hidden, (1,), method) if arch.shared_gate else None
         self.route: Route
         self.mix: MixExperts
@@ -127,14 +165,19 @@ class MoE(nn.Module):
 
 
 class TokenRouter(Float32Linear):
-    """DeepSeek-V4's, as transformers' model has it: experts are chosen by their scores and a bias, or a table has those of each token (Hash
-    layers, https://arxiv.org/abs/2106.04426); their weights are the scores in any case."""
+    """DeepSeek-V4's, as transformers' model has it: experts are chosen by their scores and a bias, or a table
+    has those of each token (Hash layers, https://arxiv.org/abs/2106.04426); their weights are the scores in
+    any case."""
 
     def __init__(self, hidden: int, arch: MoEArch, tokens: int, kernels: Kernels) -> None:
         """`tokens`: of the table; 0: there is none."""
         super().__init__(hidden, arch.experts, kernels)
         self.arch = arch
-        self.table = nn.Parameter(torch.empty(tokens, arch.top_k, dtype=torch.int64), requires_grad=False) if tokens else None
+        self.table = (
+            nn.Parameter(torch.empty(tokens, arch.top_k, dtype=torch.int64), requires_grad=False)
+            if tokens
+            else None
+        )
         self.choice_bias = None if tokens else in_float32(arch.experts)
 
     def route(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -154,12 +197,16 @@ class TokenRouter(Float32Linear):
 class TokenMoE(nn.Module):
     """Of which experts may be known by the token alone."""
 
-    def __init__(self, hidden: int, arch: MoEArch, layer: int, tokens: int, method: LinearMethod, kernels: Kernels) -> None:
+    def __init__(
+        self, hidden: int, arch: MoEArch, layer: int, tokens: int, method: LinearMethod, kernels: Kernels
+    ) -> None:
         super().__init__()
         self.arch, self.layer, self.kernels = arch, layer, kernels
         self.router = TokenRouter(hidden, arch, tokens, kernels)
         self.experts = experts_here(hidden, kernels, layer, arch)
-        self.shared = MLP(hidden, arch.shared, method, kernels, arch.beside, partial=True) if arch.shared else None
+        self.shared = (
+            MLP(hidden, arch.shared, method, kernels, arch.beside, partial=True) if arch.shared else None
+        )
         self.mix: MixExperts
 
     def finish_loading(self) -> None:

@@ -1,4 +1,5 @@
-"""Root-mean-square normalisation (https://arxiv.org/abs/1910.07467), computed in float32 as the published models do."""
+"""Root-mean-square normalisation (https://arxiv.org/abs/1910.07467), computed in float32 as the published
+models do."""
 
 from __future__ import annotations
 
@@ -20,5 +21,6 @@ class RMSNorm(nn.Module):
         return self.kernels.add_rms_norm(x, None, self.weight, self.eps)[0]
 
     def add(self, x: Tensor, residual: Any) -> tuple[Tensor, Any]:
-        """→ the norm of the sum, and the sum. residual: a tensor or None; layers with several streams have another (layers/streams)."""
+        """→ the norm of the sum, and the sum. residual: a tensor or None; layers with several streams have
+        another (layers/streams)."""
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)

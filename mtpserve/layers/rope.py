@@ -1,4 +1,5 @@
-"""Rotary position embedding, half-split or interleaved, with the scalings for longer contexts that models are published with."""
+"""Rotary position embedding, half-split or interleaved, with the scalings for longer contexts that models are
+published with."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def yarn_frequencies(arch: RopeArch, yarn: YarnArch, plain: Tensor) -> Tensor:
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, arch.dim - 1)
-    ramp = ((torch.arange(arch.dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = (
+        (torch.arange(arch.dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
+    ).clamp(0, 1)
     # Fast dimensions are left alone, slow ones are stretched by the factor, those between are blended.
     return plain / yarn.factor * ramp + plain * (1 - ramp)
 
@@ -60,20 +63,27 @@ def table_of(arch: RopeArch, length: int) -> Tensor:
     cos, sin = angles.cos() * gain, angles.sin() * gain
     if arch.interleaved:
         return torch.stack([cos, sin], -1)
-    # cos twice; sin with the sign that the swapped half takes: the rotation is then x * cos + swapped(x) * sin
+    # cos twice; sin with the sign that the swapped half takes: the rotation is then x * cos + swapped(x) *
+    # sin
     return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
 
 
 class Rope(nn.Module):
     """Tables for all positions."""
 
-    def __init__(self, arch: RopeArch, length: int, dtype: torch.dtype, windowed: RopeArch | None = None) -> None:
+    def __init__(
+        self, arch: RopeArch, length: int, dtype: torch.dtype, windowed: RopeArch | None = None
+    ) -> None:
         """`windowed`: of layers with a window, where it is another."""
         super().__init__()
         self.windowed = None if windowed is None else Rope(windowed, length, dtype)
         self.interleaved, self.dim = arch.interleaved, arch.dim
         # [length, dim / 2, 2]: complex numbers, kept in float32; or [length, 2, dim]
-        shape, table_dtype = ((length, arch.dim // 2, 2), torch.float32) if arch.interleaved else ((length, 2, arch.dim), dtype)
+        shape, table_dtype = (
+            ((length, arch.dim // 2, 2), torch.float32)
+            if arch.interleaved
+            else ((length, 2, arch.dim), dtype)
+        )
         table = torch.empty(shape, dtype=table_dtype)
         if table.device.type != "meta":
             table = table_of(arch, length).to(table_dtype)
@@ -83,20 +93,30 @@ class Rope(nn.Module):
     @cached_property
     def cos(self) -> Tensor:
         """[length, dim / 2] float32"""
-        return (self.table[..., 0] if self.interleaved else self.table[:, 0, : self.table.shape[2] // 2]).float().contiguous()
+        return (
+            (self.table[..., 0] if self.interleaved else self.table[:, 0, : self.table.shape[2] // 2])
+            .float()
+            .contiguous()
+        )
 
     @cached_property
     def sin(self) -> Tensor:
         """[length, dim / 2] float32"""
-        return (self.table[..., 1] if self.interleaved else self.table[:, 1, self.table.shape[2] // 2 :]).float().contiguous()
+        return (
+            (self.table[..., 1] if self.interleaved else self.table[:, 1, self.table.shape[2] // 2 :])
+            .float()
+            .contiguous()
+        )
 
     def forward(self, positions: Tensor, ids: Tensor | None = None) -> Rotation:
-        """[T] → the rotation of these rows, once per pass for all layers and heads. It computes nothing that is not asked for."""
+        """[T] → the rotation of these rows, once per pass for all layers and heads. It computes nothing that
+        is not asked for."""
         return Rotation(self, positions, ids)
 
 
 class Rotation:
-    """Of the rows of one pass. Kernels read the tables at the rows' positions; plain torch gathers the tables' rows once for all layers.
+    """Of the rows of one pass. Kernels read the tables at the rows' positions; plain torch gathers the
+    tables' rows once for all layers.
 
     `ids`: the rows' tokens, for layers that look something up by them."""
 
@@ -132,7 +152,8 @@ class Rotation:
         return torch.view_as_complex(rows).unsqueeze(1) if self.interleaved else rows.unsqueeze(2)
 
     def rotate_halves(self, x: Tensor) -> Tensor:
-        """As `rotate` with the halves of the first dim numbers side by side, however the tables are interleaved."""
+        """As `rotate` with the halves of the first dim numbers side by side, however the tables are
+        interleaved."""
         cos, sin = self._halves
         half = cos.shape[-1]
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()
@@ -140,8 +161,9 @@ class Rotation:
         return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], -1)
 
     def rotate_last(self, x: Tensor, back: bool = False) -> Tensor:
-        """x [T, heads, dim or more]: neighbours among the last dim numbers, in plain torch. `back`: the other way round. Each product is
-        rounded by itself, so that a row's numbers do not depend on the other rows."""
+        """x [T, heads, dim or more]: neighbours among the last dim numbers, in plain torch. `back`: the other
+        way round. Each product is rounded by itself, so that a row's numbers do not depend on the other
+        rows."""
         first, last = x.split([x.shape[-1] - self._rope.dim, self._rope.dim], -1)
         cos, sin = self._halves
         even, odd = last.float().unflatten(-1, (-1, 2)).unbind(-1)

@@ -1,10 +1,12 @@
-"""Several residual streams: manifold-constrained hyper-connections (https://arxiv.org/abs/2512.24880), as DeepSeek-V4 has them.
+"""Several residual streams: manifold-constrained hyper-connections (https://arxiv.org/abs/2512.24880), as
+DeepSeek-V4 has them.
 
     inner = norm(sum over streams of  pre * stream)             what a block is computed on
     streams = comb^T streams + post * block(inner)              comb is doubly stochastic, post a share for each stream
 
-`pre`, `post` and `comb` are made of the streams themselves. All of it is where a layer without streams has the norm before a block, which
-adds the last block's output to the residual: so a decoder layer is the same with both.
+`pre`, `post` and `comb` are made of the streams themselves. All of it is where a layer without streams has
+the norm before a block, which adds the last block's output to the residual: so a decoder layer is the same
+with both.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Streams:
 class Mixer(nn.Module):
     """Numbers for each row from all of its streams: scale * (W x / rms(x)) + base, in float32."""
 
-    def __init__(self, arch: ModelArch, streams: StreamsArch, outputs: int, scales: int, kernels: Kernels) -> None:
+    def __init__(
+        self, arch: ModelArch, streams: StreamsArch, outputs: int, scales: int, kernels: Kernels
+    ) -> None:
         super().__init__()
         self.eps = arch.norm_eps
         self.product = Float32Linear(streams.number * arch.hidden, outputs, kernels)
@@ -45,11 +49,16 @@ class Mixer(nn.Module):
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, streams * hidden] → the products [T, outputs], scale and base."""
         x = streams.float()
-        return self.product(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)), self.scale, self.base
+        return (
+            self.product(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)),
+            self.scale,
+            self.base,
+        )
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """By float64: what torch computes in float32 depends on where a vector of the processor ends, and so on the number of rows."""
+    """By float64: what torch computes in float32 depends on where a vector of the processor ends, and so on
+    the number of rows."""
     return x.double().sigmoid().float()
 
 
@@ -65,10 +74,12 @@ class StreamNorm(RMSNorm):
         return self.add(x, None)[0]
 
     def add(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Streams]:
-        """x [T, hidden], the last block's output; without one before it, what all streams begin with, or what each does
-        [T, streams * hidden]."""
+        """x [T, hidden], the last block's output; without one before it, what all streams begin with, or what
+        each does [T, streams * hidden]."""
         number = self.streams.number
-        flat = x.repeat(1, 1 if x.shape[1] > len(self.weight) else number) if residual is None else residual + x
+        flat = (
+            x.repeat(1, 1 if x.shape[1] > len(self.weight) else number) if residual is None else residual + x
+        )
         streams = flat.unflatten(1, (number, -1))
         pre, post, comb = self.connections(flat)
         inner = (pre.unsqueeze(-1) * streams).sum(1).to(x.dtype)
@@ -81,7 +92,10 @@ class StreamNorm(RMSNorm):
         products, scale, base = self.mixer(streams)
         sizes = [number, number, number * number]
         pre, post, comb = (
-            part * factor + least for part, factor, least in zip(products.split(sizes, -1), scale.unbind(), base.split(sizes), strict=True)
+            part * factor + least
+            for part, factor, least in zip(
+                products.split(sizes, -1), scale.unbind(), base.split(sizes), strict=True
+            )
         )
         comb = comb.unflatten(1, (number, number)).softmax(-1) + eps
         comb = comb / (comb.sum(-2, keepdim=True) + eps)
@@ -110,9 +124,17 @@ class LastStreamNorm(RMSNorm):
 
 def norm_before(arch: ModelArch, kernels: Kernels) -> RMSNorm:
     """The norm before a block."""
-    return RMSNorm(arch.hidden, arch.norm_eps, kernels) if arch.streams is None else StreamNorm(arch, arch.streams, kernels)
+    return (
+        RMSNorm(arch.hidden, arch.norm_eps, kernels)
+        if arch.streams is None
+        else StreamNorm(arch, arch.streams, kernels)
+    )
 
 
 def norm_after(arch: ModelArch, kernels: Kernels) -> RMSNorm:
     """The norm after the last layer."""
-    return RMSNorm(arch.hidden, arch.norm_eps, kernels) if arch.streams is None else LastStreamNorm(arch, arch.streams, kernels)
+    return (
+        RMSNorm(arch.hidden, arch.norm_eps, kernels)
+        if arch.streams is None
+        else LastStreamNorm(arch, arch.streams, kernels)
+    )

@@ -35,7 +35,8 @@ from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK, dequantize_block, scale_shape
 from mtpserve.quant.stored import QuantisedMatrix, widen
 
-# A few small experts over a few rows: multiplying all of them is one call and cheaper than finding out which ones are hit.
+# A few small experts over a few rows: multiplying all of them is one call and cheaper than finding out which
+# ones are hit.
 ALL_EXPERTS, ALL_ROWS = 16, 64
 STRIP = 8  # times 128 rows of stored weights that are widened at a time
 
@@ -58,7 +59,8 @@ def torch_kernels() -> Kernels:
 
 
 def exact_kernels() -> Kernels:
-    """With these a row's numbers do not depend on the other rows of a pass, for passes of equal shape (runtime/exact)."""
+    """With these a row's numbers do not depend on the other rows of a pass, for passes of equal shape
+    (runtime/exact)."""
     return replace(torch_kernels(), pack_experts=partial(partial, experts_row_by_row))
 
 
@@ -82,11 +84,19 @@ def normed(qkv: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
         return qkv
     kv_heads = (qkv.shape[1] - heads) // 2
     q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
-    return torch.cat([F.rms_norm(q, norms.q.shape, norms.q, norms.eps), F.rms_norm(k, norms.k.shape, norms.k, norms.eps), v], 1)
+    return torch.cat(
+        [
+            F.rms_norm(q, norms.q.shape, norms.q, norms.eps),
+            F.rms_norm(k, norms.k.shape, norms.k, norms.eps),
+            v,
+        ],
+        1,
+    )
 
 
 def rope_store(
-    qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int, norms: HeadNorms | None
+    qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int,
+    norms: HeadNorms | None
 ) -> Tensor:  # fmt: skip
     kv_heads, qkv = keys.shape[1], normed(qkv, heads, norms)
     rotated = rotation.rotate(qkv[:, :-kv_heads])  # q and k side by side: one rotation for both
@@ -98,7 +108,8 @@ def rope_store(
 def rope_store_apart(
     qk: Tensor, v: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int
 ) -> Tensor:  # fmt: skip
-    """`rope_store` where values are not as wide as keys, on every device: qk [T, heads + kv_heads, D], v [T, kv_heads, E]."""
+    """`rope_store` where values are not as wide as keys, on every device: qk [T, heads + kv_heads, D], v [T,
+    kv_heads, E]."""
     rotated = rotation.rotate(qk)
     store(keys, slots, rotated[:, heads:])
     store(values, slots, v)
@@ -106,7 +117,8 @@ def rope_store_apart(
 
 
 def latent_store(
-    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int, out: Tensor | None = None
+    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float,
+    nope: int, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     heads, rank = q.shape[1], len(norm)
     rotated = rotation.rotate(torch.cat([q[..., nope:], row[:, None, rank:]], 1))  # [T, heads + 1, rope]
@@ -118,8 +130,12 @@ def latent_store(
 def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
     if arch.scores == "softmax" and bias is not None:
         of_choice, of_logits = (bias, None) if arch.router_bias == "choice" else (None, bias)
-        return reference.route_softmax(x, weight, of_choice, of_logits, arch.top_k, arch.renormalise, arch.scale)
-    return reference.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
+        return reference.route_softmax(
+            x, weight, of_choice, of_logits, arch.top_k, arch.renormalise, arch.scale
+        )
+    return reference.route(
+        x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +172,9 @@ def by_head(matrices: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
 def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
     """One layer after the other, each with its own calls of the other kernels."""
 
-    def run(x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def run(
+        x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         residual, aux_hidden_states = None, []
         for i, (layer, context) in enumerate(zip(layers, contexts, strict=True)):
             PULSE.beat()
@@ -177,7 +195,9 @@ class FusedApart:
     layer: StoringLayer
     run: RunLayers
 
-    def __call__(self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]
+    ) -> tuple[Tensor, Tensor]:
         return self.run(self.fuse(self.embed(ids), features), rotation, contexts, ())[:2]
 
     def store(self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> None:
@@ -185,7 +205,8 @@ class FusedApart:
 
 
 def experts(
-    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, topk_ids: Tensor
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor,
+    topk_ids: Tensor
 ) -> Tensor:  # fmt: skip
     routed = all_experts if few(x, experts) else hit_experts
     out = routed(x, weights, topk_ids, experts)
@@ -193,7 +214,8 @@ def experts(
 
 
 def experts_row_by_row(
-    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, topk_ids: Tensor
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor,
+    topk_ids: Tensor
 ) -> Tensor:  # fmt: skip
     routed = all_experts if few(x, experts) else hit_row_by_row
     out = routed(x, weights, topk_ids, experts)
@@ -222,11 +244,20 @@ def few(x: Tensor, experts: RoutedExperts) -> bool:
 def all_experts(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: RoutedExperts) -> Tensor:
     """Every expert over every row; what was not chosen is multiplied with zero."""
     number, places = len(experts.gate_up), places_of(topk_ids, experts)
-    dense = weights.new_zeros(len(x), number + 1).scatter_(1, places, weights)[:, :number].to(x.dtype)  # [T, experts]
+    # [T, experts]
+    dense = weights.new_zeros(len(x), number + 1).scatter_(1, places, weights)[:, :number].to(x.dtype)
     numbers = range(number)
     # Stored weights are widened for this product alone; what needs no widening is not copied either.
-    gate_up = experts.gate_up if experts.gate_up_scale_inv is None else torch.stack([gate_up_of(experts, i, x.dtype) for i in numbers])
-    down = experts.down if experts.down_scale_inv is None else torch.stack([down_of(experts, i, x.dtype) for i in numbers])
+    gate_up = (
+        experts.gate_up
+        if experts.gate_up_scale_inv is None
+        else torch.stack([gate_up_of(experts, i, x.dtype) for i in numbers])
+    )
+    down = (
+        experts.down
+        if experts.down_scale_inv is None
+        else torch.stack([down_of(experts, i, x.dtype) for i in numbers])
+    )
     both = torch.matmul(x, gate_up.mT)  # [experts, T, 2 size]
     if experts.gate_up_bias is not None and experts.down_bias is not None:
         both += experts.gate_up_bias.unsqueeze(1)
@@ -242,7 +273,9 @@ def hit_experts(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: RoutedExp
         if expert == len(experts.gate_up):
             continue
         rows, place = (places == expert).nonzero(as_tuple=True)
-        biases = [None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias)]
+        biases = [
+            None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias)
+        ]
         inner = activated(F.linear(x[rows], gate_up_of(experts, expert, x.dtype), biases[0]), experts.gate)
         part = F.linear(inner, down_of(experts, expert, x.dtype), biases[1])
         out.index_add_(0, rows, part * weights[rows, place, None].to(x.dtype))
@@ -250,7 +283,8 @@ def hit_experts(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: RoutedExp
 
 
 def places_of(topk_ids: Tensor, experts: RoutedExperts) -> Tensor:
-    """Of each expert by its number the place in `experts`; of those that are elsewhere the place after the last one."""
+    """Of each expert by its number the place in `experts`; of those that are elsewhere the place after the
+    last one."""
     if experts.first is None:
         return topk_ids
     number = len(experts.gate_up)
@@ -259,9 +293,12 @@ def places_of(topk_ids: Tensor, experts: RoutedExperts) -> Tensor:
 
 
 def hit_row_by_row(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: RoutedExperts) -> Tensor:
-    """Every product has one row, in the order of the experts' numbers: the other rows cannot change how it is added up."""
+    """Every product has one row, in the order of the experts' numbers: the other rows cannot change how it is
+    added up."""
     order = topk_ids.argsort(-1)
-    alone = zip(x.split(1), weights.gather(1, order).split(1), topk_ids.gather(1, order).split(1), strict=True)
+    alone = zip(
+        x.split(1), weights.gather(1, order).split(1), topk_ids.gather(1, order).split(1), strict=True
+    )
     return torch.cat([hit_experts(*row, experts) for row in alone])
 
 
@@ -271,15 +308,26 @@ def gate_up_of(experts: RoutedExperts, expert: int, dtype: torch.dtype) -> Tenso
     if scales is None:
         return stored
     if scales.shape[1] == len(stored):
-        return wide(stored, scales[expert], None if experts.gate_up_zeros is None else experts.gate_up_zeros[expert], dtype)
+        return wide(
+            stored,
+            scales[expert],
+            None if experts.gate_up_zeros is None else experts.gate_up_zeros[expert],
+            dtype,
+        )
     size = len(stored) if experts.gate == "relu2" else len(stored) // 2
     by_part = scales[expert].split(scale_shape(size, 1)[0])
-    return torch.cat([dequantize_block(*pair) for pair in zip(stored.split(size), by_part, strict=True)]).to(dtype)
+    return torch.cat([dequantize_block(*pair) for pair in zip(stored.split(size), by_part, strict=True)]).to(
+        dtype
+    )
 
 
 def down_of(experts: RoutedExperts, expert: int, dtype: torch.dtype) -> Tensor:
     stored, scales, zeros = experts.down[expert], experts.down_scale_inv, experts.down_zeros
-    return stored if scales is None else wide(stored, scales[expert], None if zeros is None else zeros[expert], dtype)
+    return (
+        stored
+        if scales is None
+        else wide(stored, scales[expert], None if zeros is None else zeros[expert], dtype)
+    )
 
 
 def wide(numbers: Tensor, scale: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -287,8 +335,11 @@ def wide(numbers: Tensor, scale: Tensor, zeros: Tensor | None, dtype: torch.dtyp
     return widen(matrix, matrix.columns).to(dtype)
 
 
-def linear_stored(x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Each product widens its weights anew, a strip at a time: slower than a widened copy, and no larger than the stored weights."""
+def linear_stored(
+    x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Each product widens its weights anew, a strip at a time: slower than a widened copy, and no larger than
+    the stored weights."""
     matrix, strip = QuantisedMatrix(weight, scale, zeros), STRIP * BLOCK[0]
     strips = (widen(matrix.rows(start, start + strip), x.shape[1]) for start in range(0, len(weight), strip))
     out = torch.cat([F.linear(x, rows.to(x.dtype)) for rows in strips], -1)

@@ -1,4 +1,5 @@
-"""DeepSeek-V3 and R1: latent attention, a few dense layers, then mixture of experts; the MTP layer's number is the first after the trunk's.
+"""DeepSeek-V3 and R1: latent attention, a few dense layers, then mixture of experts; the MTP layer's number
+is the first after the trunk's.
 
 Tensor names and mathematics: the checkpoint's README_WEIGHTS and https://arxiv.org/abs/2412.19437.
 """
@@ -15,7 +16,16 @@ from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mixers.mla import MLA
 from mtpserve.layers.mixers.sparse import SparseMLA
 from mtpserve.layers.rope import yarn_mscale
-from mtpserve.models.family import Family, Names, ends, experts as routed, feed_forward, gated, one_layer, trunk_layers
+from mtpserve.models.family import (
+    Family,
+    Names,
+    ends,
+    experts as routed,
+    feed_forward,
+    gated,
+    one_layer,
+    trunk_layers,
+)
 from mtpserve.weights.checkpoint import hf
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Rule, Stack
@@ -23,7 +33,10 @@ from mtpserve.weights.rules import Copy, Drop, Rule, Stack
 
 def arch(config: HFConfig, mtp_layers: int, family: str = "deepseek", dense: int = 0) -> ModelArch:
     """`dense`: see experts."""
-    heads, rank = config.get_int("num_attention_heads", at_least=1), config.get_int("kv_lora_rank", at_least=1)
+    heads, rank = (
+        config.get_int("num_attention_heads", at_least=1),
+        config.get_int("kv_lora_rank", at_least=1),
+    )
     mla = MLAArch(
         q_rank=config.get_int("q_lora_rank", None, at_least=1),
         kv_rank=rank,
@@ -44,7 +57,8 @@ def arch(config: HFConfig, mtp_layers: int, family: str = "deepseek", dense: int
     )
     return ModelArch(
         family=family,
-        layers=(Attention(KVLayout("mla", 1, rank + mla.rope, rank)),) * (config.get_int("num_hidden_layers", at_least=1) + mtp_layers),
+        layers=(Attention(KVLayout("mla", 1, rank + mla.rope, rank)),)
+        * (config.get_int("num_hidden_layers", at_least=1) + mtp_layers),
         hidden=config.get_int("hidden_size", at_least=1),
         vocab=vocab,
         heads=heads,
@@ -74,9 +88,15 @@ def experts(config: HFConfig, dense: int = 0) -> MoEArch | None:
     config.require(number % groups == 0, "n_group", f"a divisor of n_routed_experts = {number}")
     top_groups = config.get_int("topk_group", 1, at_least=1) or 1
     config.require(top_groups <= groups, "topk_group", f"at most n_group = {groups}")
-    config.require(top_groups == groups or number // groups >= 2, "n_group", "such that a group has at least 2 experts")
+    config.require(
+        top_groups == groups or number // groups >= 2, "n_group", "such that a group has at least 2 experts"
+    )
     top_k = config.get_int("num_experts_per_tok", at_least=1)
-    config.require(top_k <= number // groups * top_groups, "num_experts_per_tok", "at most the experts of the chosen groups")
+    config.require(
+        top_k <= number // groups * top_groups,
+        "num_experts_per_tok",
+        "at most the experts of the chosen groups",
+    )
     size = config.get_int("moe_intermediate_size", at_least=1)
     return MoEArch(
         experts=number,
@@ -98,14 +118,20 @@ def dense_layers(config: HFConfig, first: int) -> tuple[int, ...]:
         # The MTP layer's number is the first after the trunk's.
         return tuple(range(min(config.get_int("first_k_dense_replace", first, at_least=0), layers + 1)))
     is_valid = isinstance(types, list) and len(types) == layers and set(types) <= {"dense", "sparse"}
-    config.require(is_valid, "mlp_layer_types", f"a list of num_hidden_layers = {layers} names, each one dense or sparse")
+    config.require(
+        is_valid, "mlp_layer_types", f"a list of num_hidden_layers = {layers} names, each one dense or sparse"
+    )
     return tuple(layer for layer, name in enumerate(types) if name == "dense")
 
 
-def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
+def build(
+    arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
+) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
         method, kind = methods.of(drafts=layer >= arch.num_layers), arch.attention(layer)
-        attention = MLA(arch, method, kernels) if kind.selected is None else SparseMLA(arch, kind, method, kernels)
+        attention = (
+            MLA(arch, method, kernels) if kind.selected is None else SparseMLA(arch, kind, method, kernels)
+        )
         return attention, feed_forward(arch, layer, method, kernels)
 
     return DecoderModel(arch, block, methods, dtype, positions, kernels)

@@ -1,6 +1,7 @@
-"""DeepSeek-V4, as transformers' model defines it and under the names that it is published with: all layers see a window of a few tokens,
-and most of them entries besides it that stand for 4 tokens each, of which an indexer selects some, or for 128; hyper-connections; experts
-that the first layers look up by the token. The MTP layer sees a window alone, and gets each of the trunk's streams."""
+"""DeepSeek-V4, as transformers' model defines it and under the names that it is published with: all layers
+see a window of a few tokens, and most of them entries besides it that stand for 4 tokens each, of which an
+indexer selects some, or for 128; hyper-connections; experts that the first layers look up by the token. The
+MTP layer sees a window alone, and gets each of the trunk's streams."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
         raise config.unsupported("num_key_value_heads", "1")
     config.get_str("hidden_act", "silu", one_of=("silu",))
     hf.quantization(config)
-    heads, dim = config.get_int("num_attention_heads", at_least=1), config.get_int("head_dim", 512, at_least=2)
+    heads, dim = (
+        config.get_int("num_attention_heads", at_least=1),
+        config.get_int("head_dim", 512, at_least=2),
+    )
     compress, main = ropes(config, dim)
     vocab, groups = config.get_int("vocab_size", at_least=2), config.get_int("o_groups", 8, at_least=1)
     config.require(heads % groups == 0, "o_groups", f"a divisor of num_attention_heads = {heads}")
@@ -66,7 +70,9 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
         tied_head=config.get_bool("tie_word_embeddings", False),
         eos_ids=hf.eos_ids(config, vocab),
         dtype=hf.dtype(config),
-        shared_kv=SharedKVArch(config.get_int("q_lora_rank", at_least=1), groups, config.get_int("o_lora_rank", at_least=1)),
+        shared_kv=SharedKVArch(
+            config.get_int("q_lora_rank", at_least=1), groups, config.get_int("o_lora_rank", at_least=1)
+        ),
         indexer=IndexerArch(config.get_int("index_n_heads", 64, at_least=1), interleaved=True),
         moe=experts(config, size),
         mtp=MTPArch(mtp_layers, "sum", hidden_in="pre", recycle="pre") if mtp_layers else None,
@@ -97,7 +103,8 @@ def ropes(config: HFConfig, dim: int) -> tuple[RopeArch, RopeArch]:
     rope_archs = []
     for numbers in both:
         if "yarn" in (numbers.get("rope_type"), numbers.get("type")):
-            numbers = {"attention_factor": 1.0} | numbers  # the published code multiplies cos and sin by nothing
+            # the published code multiplies cos and sin by nothing
+            numbers = {"attention_factor": 1.0} | numbers
         rope_config = HFConfig(config.path, config.values | {"rope_parameters": numbers}, config.prefix)
         rope_archs.append(hf.rope(rope_config, dim, interleaved=True, part=part))
     return rope_archs[0], rope_archs[1]
@@ -115,14 +122,22 @@ def kinds(config: HFConfig, dim: int, rotated: int) -> list[LayerKind]:
         types = names_of(config, "layer_types", (SLIDING, SPARSE, HEAVY), usual)
     else:
         is_valid = isinstance(ratios, list) and len(ratios) >= layers and set(ratios) <= RATIOS.keys()
-        config.require(is_valid, "compress_ratios", f"a list of at least num_hidden_layers = {layers} numbers, each one 0, 4 or 128")
+        config.require(
+            is_valid,
+            "compress_ratios",
+            f"a list of at least num_hidden_layers = {layers} numbers, each one 0, 4 or 128",
+        )
         types = [RATIOS[ratio] for ratio in ratios[:layers]]
     rates = {name: rate(config, name) for name in (SPARSE, HEAVY)}
     plain = sliding(config, dim)
-    best = Selected(config.get_int("index_topk", 512, at_least=1), config.get_int("index_head_dim", 128, at_least=rotated))
+    best = Selected(
+        config.get_int("index_topk", 512, at_least=1), config.get_int("index_head_dim", 128, at_least=rotated)
+    )
     by_name = {
         SLIDING: plain,
-        SPARSE: Attention(plain.kv, plain.window, compressed=Compressed(rates[SPARSE], overlap=True, selected=best)),
+        SPARSE: Attention(
+            plain.kv, plain.window, compressed=Compressed(rates[SPARSE], overlap=True, selected=best)
+        ),
         HEAVY: Attention(plain.kv, plain.window, compressed=Compressed(rates[HEAVY])),
     }
     return [by_name[name] for name in types]
@@ -138,12 +153,17 @@ def names_of(config: HFConfig, key: str, choices: tuple[str, ...], default: list
     """A name for each layer of the trunk."""
     names, layers = config.raw(key), config.get_int("num_hidden_layers", at_least=1)
     good = names is None or (isinstance(names, list) and len(names) == layers and set(names) <= set(choices))
-    config.require(good, key, f"a list of num_hidden_layers = {layers} names, each one of {', '.join(choices)}")
+    config.require(
+        good, key, f"a list of num_hidden_layers = {layers} names, each one of {', '.join(choices)}"
+    )
     return default if names is None else list(names)
 
 
 def experts(config: HFConfig, size: int) -> MoEArch:
-    layers, number = config.get_int("num_hidden_layers", at_least=1), config.get_int("n_routed_experts", at_least=1)
+    layers, number = (
+        config.get_int("num_hidden_layers", at_least=1),
+        config.get_int("n_routed_experts", at_least=1),
+    )
     top_k = config.get_int("num_experts_per_tok", at_least=1)
     config.require(top_k <= number, "num_experts_per_tok", f"at most n_routed_experts = {number}")
     if config.get_int("n_shared_experts", 1) != 1:
@@ -151,7 +171,9 @@ def experts(config: HFConfig, size: int) -> MoEArch:
     if not config.get_bool("norm_topk_prob", True):
         raise config.unsupported("norm_topk_prob", "true")
     hashed = config.get_int("num_hash_layers", HASHED, at_least=0)
-    types = names_of(config, "mlp_layer_types", (HASH, CHOICE), [HASH if i < hashed else CHOICE for i in range(layers)])
+    types = names_of(
+        config, "mlp_layer_types", (HASH, CHOICE), [HASH if i < hashed else CHOICE for i in range(layers)]
+    )
     scores = config.get_str("scoring_func", "sqrtsoftplus", one_of=("sqrtsoftplus", "sigmoid"))
     limit = config.get_float("swiglu_limit", 10.0, above=0)
     gate = ClampedGate(1.0, limit, limit, plus=0.0)
@@ -172,14 +194,18 @@ def experts(config: HFConfig, size: int) -> MoEArch:
     )
 
 
-def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
+def build(
+    arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
+) -> DecoderModel:
     assert arch.moe is not None
     moe = arch.moe
 
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
         method = methods.of(drafts=layer >= arch.num_layers)
         tokens = arch.vocab if layer in moe.by_token else 0
-        return SharedKV(arch, arch.attention(layer), method, kernels), TokenMoE(arch.hidden, moe, layer, tokens, method, kernels)
+        return SharedKV(arch, arch.attention(layer), method, kernels), TokenMoE(
+            arch.hidden, moe, layer, tokens, method, kernels
+        )
 
     return DecoderModel(arch, block, methods, dtype, positions, kernels)
 
@@ -257,4 +283,6 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
     )
 
 
-DEEPSEEK_V4 = Family(arch, build, trunk_rules, mtp_rules, tool_call_parser="deepseek_v4", reasoning_parser="deepseek_v3")
+DEEPSEEK_V4 = Family(
+    arch, build, trunk_rules, mtp_rules, tool_call_parser="deepseek_v4", reasoning_parser="deepseek_v3"
+)

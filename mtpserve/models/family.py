@@ -1,4 +1,5 @@
-"""The interface of a family file, and helpers for weight rules that the trunk's layers and the MTP layer share."""
+"""The interface of a family file, and helpers for weight rules that the trunk's layers and the MTP layer
+share."""
 
 from __future__ import annotations
 
@@ -23,17 +24,19 @@ Names = list[tuple[str, str, How]]  # the checkpoint's name inside a layer as a 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`arch(config, mtp_layers)`; `build(arch, methods, dtype, positions, kernels)`; `trunk_rules(arch)`; `mtp_rules(arch, prefix)`,
-    None for a family that is published without an MTP layer.
+    """`arch(config, mtp_layers)`; `build(arch, methods, dtype, positions, kernels)`; `trunk_rules(arch)`;
+    `mtp_rules(arch, prefix)`, None for a family that is published without an MTP layer.
 
-    `floor`: share of the first drafts that an MTP layer of this family has accepted at least, on its model's own greedy text. About half of
-    what was published: less is a layer that was read or computed wrongly, or hardly trained. The default: what any trained one reaches.
+    `floor`: share of the first drafts that an MTP layer of this family has accepted at least, on its model's
+    own greedy text. About half of what was published: less is a layer that was read or computed wrongly, or
+    hardly trained. The default: what any trained one reaches.
 
-    `modules`: how many MTP layers it is published with, where each depth has one of its own; 0: one is for all depths.
-    `uncounted`: how many it has where its config does not count them.
+    `modules`: how many MTP layers it is published with, where each depth has one of its own; 0: one is for
+    all depths. `uncounted`: how many it has where its config does not count them.
 
-    `tool_call_parser`, `reasoning_parser`: the formats that its models write, by the names of text/parsers/registry. Where they differ, a
-    checkpoint's chat template says more than its family (server/chat/formats); None: it alone says."""
+    `tool_call_parser`, `reasoning_parser`: the formats that its models write, by the names of
+    text/parsers/registry. Where they differ, a checkpoint's chat template says more than its family
+    (server/chat/formats); None: it alone says."""
 
     arch: Callable[[HFConfig, int], ModelArch]
     build: Callable[[ModelArch, Methods, torch.dtype, int, Kernels], DecoderModel]
@@ -50,13 +53,18 @@ def feed_forward(arch: ModelArch, layer: int, method: LinearMethod, kernels: Ker
     """Of the layer with this number in `arch.layers`: with experts, or dense."""
     gates = arch.gates[layer] if arch.gates else None
     if arch.moe is None or layer in arch.moe.dense:
-        return MLP(arch.hidden, arch.intermediate, method, kernels, arch.gate if gates is None else gates.dense)
+        return MLP(
+            arch.hidden, arch.intermediate, method, kernels, arch.gate if gates is None else gates.dense
+        )
     moe = arch.moe if gates is None else replace(arch.moe, gate=gates.routed, beside=gates.dense)
     return MoE(arch.hidden, moe, layer, method, kernels)
 
 
-def trunk_layers(arch: ModelArch, names: Names, layers: Iterable[int] | None = None, model: str = r"model\.") -> list[Rule]:
-    """`names` for these layers of the trunk, by default for all, and no other: the next number may be an MTP layer. `model`: a pattern."""
+def trunk_layers(
+    arch: ModelArch, names: Names, layers: Iterable[int] | None = None, model: str = r"model\."
+) -> list[Rule]:
+    """`names` for these layers of the trunk, by default for all, and no other: the next number may be an MTP
+    layer. `model`: a pattern."""
     numbers = "|".join(str(i) for i in (range(arch.num_layers) if layers is None else layers))
     start = rf"{model}layers\.(?P<layer>{numbers})\."
     return [made(start + name, f"layers.{{layer}}.{target}", how) for name, target, how in names]
@@ -73,9 +81,15 @@ def made(pattern: str, target: str, how: How) -> Rule:
 def ends(arch: ModelArch) -> list[Rule]:
     """Embedding, final norm and head, whose names are the same in all families."""
     head = (
-        Rule(r"lm_head\.weight", None, Drop("tied to the embedding")) if arch.tied_head else Rule(r"lm_head\.weight", "head.weight", Copy())
+        Rule(r"lm_head\.weight", None, Drop("tied to the embedding"))
+        if arch.tied_head
+        else Rule(r"lm_head\.weight", "head.weight", Copy())
     )
-    return [Rule(r"model\.embed_tokens\.weight", "embed.weight", Copy()), Rule(r"model\.norm\.weight", "norm.weight", Copy()), head]
+    return [
+        Rule(r"model\.embed_tokens\.weight", "embed.weight", Copy()),
+        Rule(r"model\.norm\.weight", "norm.weight", Copy()),
+        head,
+    ]
 
 
 def gated(name: str, target: str) -> Names:
@@ -88,8 +102,8 @@ def gated(name: str, target: str) -> Names:
 
 
 def experts(arch: MoEArch, correction: bool = True) -> Names:
-    """Routed experts, their router and the shared expert, whose names are the same in most families. `correction`: the name of the
-    router's bias is, too."""
+    """Routed experts, their router and the shared expert, whose names are the same in most families.
+    `correction`: the name of the router's bias is, too."""
     names: Names = [
         (r"mlp\.gate\.weight", "mlp.router.weight", Copy()),
         (r"mlp\.experts\.(?P<expert>\d+)\.gate_proj\.weight", "mlp.experts.gate_up", Expert(0)),

@@ -1,5 +1,6 @@
-"""gpt-oss: attention sinks in every head, every second layer with a sliding window, and biases everywhere; each layer has experts with a
-clamped gate, whose router is a softmax over the chosen ones (https://arxiv.org/abs/2508.10925). The experts are published in MXFP4."""
+"""gpt-oss: attention sinks in every head, every second layer with a sliding window, and biases everywhere;
+each layer has experts with a clamped gate, whose router is a softmax over the chosen ones
+(https://arxiv.org/abs/2508.10925). The experts are published in MXFP4."""
 
 from __future__ import annotations
 
@@ -15,19 +16,34 @@ from mtpserve.weights.rules import Arranged, Copy, Rule
 def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     bias = config.get_bool("attention_bias", True)
     moe = experts(config)
-    common = gqa.arch(config, "gpt_oss", positions=131072, eps=1e-5, qkv_bias=bias, out_bias=bias, trunk=alternating, moe=moe)
+    common = gqa.arch(
+        config,
+        "gpt_oss",
+        positions=131072,
+        eps=1e-5,
+        qkv_bias=bias,
+        out_bias=bias,
+        trunk=alternating,
+        moe=moe,
+    )
     return replace(common, sinks="all")
 
 
 def alternating(config: HFConfig, kv: KVLayout) -> list[LayerKind]:
     """By `layer_types`; without them every second layer has a window, the first one too."""
-    layers, window = config.get_int("num_hidden_layers", at_least=1), config.get_int("sliding_window", 128, at_least=1)
+    layers, window = (
+        config.get_int("num_hidden_layers", at_least=1),
+        config.get_int("sliding_window", 128, at_least=1),
+    )
     types = gqa.layer_types(config) or [gqa.FULL if i % 2 else gqa.SLIDING for i in range(layers)]
     return [Attention(kv, window if name == gqa.SLIDING else None) for name in types]
 
 
 def experts(config: HFConfig) -> MoEArch:
-    number, top_k = config.get_int("num_local_experts", 128, at_least=1), config.get_int("num_experts_per_tok", 4, at_least=1)
+    number, top_k = (
+        config.get_int("num_local_experts", 128, at_least=1),
+        config.get_int("num_experts_per_tok", 4, at_least=1),
+    )
     config.require(top_k <= number, "num_experts_per_tok", f"at most num_local_experts = {number}")
     limit = config.get_float("swiglu_limit", 7.0, above=0)
     return MoEArch(

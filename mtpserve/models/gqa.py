@@ -1,4 +1,5 @@
-"""What families with grouped-query attention have in common: dimensions from the config, blocks, and the names of a layer's tensors."""
+"""What families with grouped-query attention have in common: dimensions from the config, blocks, and the
+names of a layer's tensors."""
 
 from __future__ import annotations
 
@@ -24,17 +25,29 @@ def full(config: HFConfig, kv: KVLayout) -> Sequence[LayerKind]:
 
 
 def arch(
-    config: HFConfig, family: str, *, positions: int, eps: float = 1e-6, rotated: float = 1.0, interleaved: bool = False,
+    config: HFConfig, family: str, *, positions: int, eps: float = 1e-6, rotated: float = 1.0,
+    interleaved: bool = False,
     qkv_bias: bool = False, out_bias: bool = False, head_norms: bool = False,
-    trunk: Callable[[HFConfig, KVLayout], Sequence[LayerKind]] = full, moe: MoEArch | None = None, mtp: MTPArch | None = None,
+    trunk: Callable[[HFConfig, KVLayout], Sequence[LayerKind]] = full, moe: MoEArch | None = None,
+    mtp: MTPArch | None = None,
 ) -> ModelArch:  # fmt: skip
-    """`positions`, `eps`, `rotated`: of configs that do not say. `trunk`: the kinds of its layers. An MTP layer never has a window."""
-    heads, hidden = config.get_int("num_attention_heads", at_least=1), config.get_int("hidden_size", at_least=1)
+    """`positions`, `eps`, `rotated`: of configs that do not say. `trunk`: the kinds of its layers. An MTP
+    layer never has a window."""
+    heads, hidden = (
+        config.get_int("num_attention_heads", at_least=1),
+        config.get_int("hidden_size", at_least=1),
+    )
     kv_heads = config.get_int("num_key_value_heads", heads, at_least=1)
-    config.require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    config.require(
+        heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads = {heads}"
+    )
     head_dim = config.get_int("head_dim", None, at_least=2)
     if head_dim is None:
-        config.require(hidden % heads == 0, "hidden_size", f"a multiple of num_attention_heads = {heads}, or head_dim must be given")
+        config.require(
+            hidden % heads == 0,
+            "hidden_size",
+            f"a multiple of num_attention_heads = {heads}, or head_dim must be given",
+        )
         head_dim = hidden // heads
     config.get_str("hidden_act", "silu", one_of=("silu",))
     kv = KVLayout("gqa", kv_heads, head_dim, head_dim)
@@ -64,8 +77,12 @@ def arch(
 
 
 def windowed(config: HFConfig, kv: KVLayout) -> Sequence[LayerKind]:
-    """With `use_sliding_window`, layers from `max_window_layers` on see `sliding_window` positions, or those that `layer_types` names."""
-    layers, sliding = config.get_int("num_hidden_layers", at_least=1), config.get_bool("use_sliding_window", False)
+    """With `use_sliding_window`, layers from `max_window_layers` on see `sliding_window` positions, or those
+    that `layer_types` names."""
+    layers, sliding = (
+        config.get_int("num_hidden_layers", at_least=1),
+        config.get_bool("use_sliding_window", False),
+    )
     # As in transformers null says that there is no window, and the key's absence 4096.
     absent = None if "sliding_window" in config.values else 4096
     window = config.get_int("sliding_window", absent, at_least=1) if sliding else None
@@ -74,7 +91,9 @@ def windowed(config: HFConfig, kv: KVLayout) -> Sequence[LayerKind]:
         first = config.get_int("max_window_layers", 28, at_least=0) if sliding else layers
         return [Attention(kv, window if i >= first else None) for i in range(layers)]
     has_window = window is not None or SLIDING not in types
-    config.require(has_window, "layer_types", f"without {SLIDING}, or with use_sliding_window true and a sliding_window")
+    config.require(
+        has_window, "layer_types", f"without {SLIDING}, or with use_sliding_window true and a sliding_window"
+    )
     return [Attention(kv, window if name == SLIDING else None) for name in types]
 
 
@@ -83,11 +102,17 @@ def layer_types(config: HFConfig) -> list[str] | None:
     if types is None:
         return None
     is_valid = isinstance(types, list) and len(types) == layers and set(types) <= {FULL, SLIDING}
-    config.require(is_valid, "layer_types", f"a list of num_hidden_layers = {layers} names, each one of {FULL}, {SLIDING}")
+    config.require(
+        is_valid,
+        "layer_types",
+        f"a list of num_hidden_layers = {layers} names, each one of {FULL}, {SLIDING}",
+    )
     return list(types)
 
 
-def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
+def build(
+    arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
+) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
         method = methods.of(drafts=layer >= arch.num_layers)
         return GQA(arch, arch.attention(layer), method, kernels), feed_forward(arch, layer, method, kernels)
@@ -114,7 +139,10 @@ def attention_names(arch: ModelArch) -> Names:
     if arch.out_bias:
         names.append((r"self_attn\.o_proj\.bias", "attention.out.bias", Copy()))
     if arch.head_norms:
-        names += [(rf"self_attn\.{letter}_norm\.weight", f"attention.{letter}_norm.weight", Copy()) for letter in "qk"]
+        names += [
+            (rf"self_attn\.{letter}_norm\.weight", f"attention.{letter}_norm.weight", Copy())
+            for letter in "qk"
+        ]
     return names
 
 

@@ -1,9 +1,11 @@
-"""MiMo-7B: Qwen2's dense trunk and one MTP layer that fuses [hidden; embedding], with the hidden state from before the trunk's final norm.
+"""MiMo-7B: Qwen2's dense trunk and one MTP layer that fuses [hidden; embedding], with the hidden state from
+before the trunk's final norm.
 
-In Xiaomi's code the norm belongs to the head, so the layer gets the raw hidden state, and in further steps its own raw output.
+In Xiaomi's code the norm belongs to the head, so the layer gets the raw hidden state, and in further steps
+its own raw output.
 
-As in Qwen2 some of the trunk's layers may have a sliding window. The MTP layer never has one: no published config says otherwise, and its
-number is greater than those that `layer_types` lists.
+As in Qwen2 some of the trunk's layers may have a sliding window. The MTP layer never has one: no published
+config says otherwise, and its number is greater than those that `layer_types` lists.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from mtpserve.weights.rules import Copy, Rule
 
 def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     mtp = MTPArch(mtp_layers, "hidden-embedding", hidden_in="pre", recycle="pre") if mtp_layers else None
-    return gqa.arch(config, "mimo", positions=32768, qkv_bias=config.get_bool("attention_bias", True), trunk=gqa.windowed, mtp=mtp)
+    return gqa.arch(
+        config,
+        "mimo",
+        positions=32768,
+        qkv_bias=config.get_bool("attention_bias", True),
+        trunk=gqa.windowed,
+        mtp=mtp,
+    )
 
 
 def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
@@ -34,4 +43,6 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
 
 
 # About 90 %: MiMo, https://arxiv.org/abs/2505.07608
-MIMO = Family(arch, gqa.build, gqa.trunk_rules, mtp_rules, floor=0.4, tool_call_parser="hermes", reasoning_parser="mimo")
+MIMO = Family(
+    arch, gqa.build, gqa.trunk_rules, mtp_rules, floor=0.4, tool_call_parser="hermes", reasoning_parser="mimo"
+)

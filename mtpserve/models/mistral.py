@@ -1,4 +1,5 @@
-"""Mistral 7B, Nemo and Small 3: Llama's layers, of which the first version's see a sliding window (https://arxiv.org/abs/2310.06825)."""
+"""Mistral 7B, Nemo and Small 3: Llama's layers, of which the first version's see a sliding window
+(https://arxiv.org/abs/2310.06825)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Nemotron-H, and Nemotron 3 Nano and Super: each layer is one block, Mamba-2, attention, experts, or a feed-forward block without them, in
-the order that the config gives. Heads are not rotated, feed-forward blocks have no gate (https://arxiv.org/abs/2504.03624,
-https://arxiv.org/abs/2512.20848). The MTP layer attends and then has experts.
+"""Nemotron-H, and Nemotron 3 Nano and Super: each layer is one block, Mamba-2, attention, experts, or a
+feed-forward block without them, in the order that the config gives. Heads are not rotated, feed-forward
+blocks have no gate (https://arxiv.org/abs/2504.03624, https://arxiv.org/abs/2512.20848). The MTP layer
+attends and then has experts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Expert, Rule, Stack
 
 MAMBA, ATTENTION, MOE, DENSE = "M", "*", "E", "-"  # in a pattern, one letter for each layer
-BLOCKS = {"linear_attention": MAMBA, "mamba": MAMBA, "full_attention": ATTENTION, "attention": ATTENTION, "moe": MOE, "mlp": DENSE}
+BLOCKS = {
+    "linear_attention": MAMBA,
+    "mamba": MAMBA,
+    "full_attention": ATTENTION,
+    "attention": ATTENTION,
+    "moe": MOE,
+    "mlp": DENSE,
+}
 FALSE = ("attention_bias", "use_bias", "mlp_bias", "mamba_proj_bias")
 MLP_NORM: Names = [(r"norm\.weight", "mlp_norm.weight", Copy())]
 LIMITLESS = {"__float__": "Infinity"}  # as transformers writes it
@@ -40,9 +48,18 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     config.require(len(blocks) == layers, "num_hidden_layers", f"as many as there are blocks, {len(blocks)}")
     if (
         mtp_layers
-        and (mtp_blocks := pattern(config, "mtp_hybrid_override_pattern", "mtp_layers_block_type", ATTENTION + MOE)) != ATTENTION + MOE
+        and (
+            mtp_blocks := pattern(
+                config, "mtp_hybrid_override_pattern", "mtp_layers_block_type", ATTENTION + MOE
+            )
+        )
+        != ATTENTION + MOE
     ):
-        name = "mtp_hybrid_override_pattern" if config.has("mtp_hybrid_override_pattern") else "mtp_layers_block_type"
+        name = (
+            "mtp_hybrid_override_pattern"
+            if config.has("mtp_hybrid_override_pattern")
+            else "mtp_layers_block_type"
+        )
         raise config.unsupported(name, f'attention and experts ("{ATTENTION}{MOE}"), not "{mtp_blocks}"')
     moe = experts(config, blocks) if MOE in blocks or mtp_layers else None
     config = config.with_default("intermediate_size", moe.size) if moe is not None else config
@@ -51,7 +68,12 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     config = config.with_default("head_dim", 128)
     common = gqa.arch(config, "nemotron_h", positions=4096, eps=eps, moe=moe, mtp=mtp)
     attending, mamba = common.layers[0], recurrent(config)
-    kinds: dict[str, LayerKind] = {MAMBA: mamba, ATTENTION: attending, MOE: FeedForward(), DENSE: FeedForward()}
+    kinds: dict[str, LayerKind] = {
+        MAMBA: mamba,
+        ATTENTION: attending,
+        MOE: FeedForward(),
+        DENSE: FeedForward(),
+    }
     none = RopeArch(0, common.rope.theta, interleaved=False)
     return replace(
         common, layers=(*(kinds[block] for block in blocks), *common.layers[layers:]), rope=none, gate="relu2"
@@ -59,25 +81,37 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
 
 
 def pattern(config: HFConfig, name: str, listed: str, default: str | None = None) -> str:
-    """A letter for each layer: from the key `name`, or from the names in the list `listed`. With a default: not of a trunk."""
+    """A letter for each layer: from the key `name`, or from the names in the list `listed`. With a default:
+    not of a trunk."""
     blocks: str
     if not config.has(name) and config.has(listed):
         name, names = listed, config.raw(listed)
-        is_valid = isinstance(names, list) and all(isinstance(block, str) and block in BLOCKS for block in names)
+        is_valid = isinstance(names, list) and all(
+            isinstance(block, str) and block in BLOCKS for block in names
+        )
         config.require(is_valid, name, f"a list of names, each one of {', '.join(BLOCKS)}")
         blocks = "".join(BLOCKS[block] for block in names)
     else:
         blocks = config.get_str(name) if default is None else config.get_str(name, default)
-        config.require(set(blocks) <= {*BLOCKS.values()}, name, f"of the letters {' '.join(dict.fromkeys(BLOCKS.values()))}")
+        config.require(
+            set(blocks) <= {*BLOCKS.values()},
+            name,
+            f"of the letters {' '.join(dict.fromkeys(BLOCKS.values()))}",
+        )
     if default is None:
-        config.require(ATTENTION in blocks, name, "such that there is attention: pages are those of layers that attend")
+        config.require(
+            ATTENTION in blocks, name, "such that there is attention: pages are those of layers that attend"
+        )
     return blocks
 
 
 def recurrent(config: HFConfig) -> Recurrent:
     if not limitless(config.raw("time_step_limit")):
         raise config.unsupported("time_step_limit", "0 and infinity")
-    heads, groups = config.get_int("mamba_num_heads", 128, at_least=1), config.get_int("n_groups", 8, at_least=1)
+    heads, groups = (
+        config.get_int("mamba_num_heads", 128, at_least=1),
+        config.get_int("n_groups", 8, at_least=1),
+    )
     config.require(heads % groups == 0, "n_groups", f"a divisor of mamba_num_heads = {heads}")
     return Recurrent(
         key_heads=groups,
@@ -116,7 +150,9 @@ def experts(config: HFConfig, blocks: str) -> MoEArch:
     )
 
 
-def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
+def build(
+    arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
+) -> DecoderModel:
     def blocks(layer: int) -> Blocks:
         drafts, kind = layer >= arch.num_layers, arch.layers[layer]
         method = methods.of(drafts)
@@ -126,14 +162,23 @@ def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int,
             case Recurrent():
                 return Mamba2(arch, kind, method, kernels), None
             case Attention():
-                return GQA(arch, kind, method, kernels), feed_forward(arch, layer, method, kernels) if drafts else None
+                return GQA(arch, kind, method, kernels), feed_forward(
+                    arch, layer, method, kernels
+                ) if drafts else None
 
     return DecoderModel(arch, blocks, methods, dtype, positions, kernels)
 
 
 def attention_names() -> Names:
-    names: Names = [(rf"mixer\.{letter}_proj\.weight", "attention.qkv.weight", Stack(part)) for part, letter in enumerate("qkv")]
-    return [*names, (r"mixer\.o_proj\.weight", "attention.out.weight", Copy()), (r"norm\.weight", "attention_norm.weight", Copy())]
+    names: Names = [
+        (rf"mixer\.{letter}_proj\.weight", "attention.qkv.weight", Stack(part))
+        for part, letter in enumerate("qkv")
+    ]
+    return [
+        *names,
+        (r"mixer\.o_proj\.weight", "attention.out.weight", Copy()),
+        (r"norm\.weight", "attention_norm.weight", Copy()),
+    ]
 
 
 def mamba_names(kind: Recurrent) -> Names:
@@ -216,4 +261,6 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
     ]
 
 
-NEMOTRON_H = Family(arch, build, trunk_rules, mtp_rules, tool_call_parser="qwen3_coder", reasoning_parser="qwen3")
+NEMOTRON_H = Family(
+    arch, build, trunk_rules, mtp_rules, tool_call_parser="qwen3_coder", reasoning_parser="qwen3"
+)

@@ -1,5 +1,6 @@
-"""Qwen3, dense and with experts: each head of queries and keys is normed. A router's weights are a softmax over all experts, renormalised
-over the chosen ones where the config says so (https://arxiv.org/abs/2505.09388)."""
+"""Qwen3, dense and with experts: each head of queries and keys is normed. A router's weights are a softmax
+over all experts, renormalised over the chosen ones where the config says so
+(https://arxiv.org/abs/2505.09388)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,16 @@ def moe_arch(config: HFConfig, mtp_layers: int) -> ModelArch:
 
 def common(config: HFConfig, moe: MoEArch | None) -> ModelArch:
     bias = config.get_bool("attention_bias", False)
-    return gqa.arch(config, "qwen3", positions=32768, qkv_bias=bias, out_bias=bias, head_norms=True, trunk=gqa.windowed, moe=moe)
+    return gqa.arch(
+        config,
+        "qwen3",
+        positions=32768,
+        qkv_bias=bias,
+        out_bias=bias,
+        head_norms=True,
+        trunk=gqa.windowed,
+        moe=moe,
+    )
 
 
 QWEN3 = Family(arch, gqa.build, gqa.trunk_rules, tool_call_parser="hermes", reasoning_parser="qwen3")

@@ -1,5 +1,6 @@
-"""Qwen3-Next, and Qwen3.5 to 3.8, dense and with experts: most layers are gated delta-nets, every fourth attends, with a gate for each
-head. Norms multiply by one more than their weight. The MTP layer always attends (https://qwen.ai/blog?id=qwen3-next).
+"""Qwen3-Next, and Qwen3.5 to 3.8, dense and with experts: most layers are gated delta-nets, every fourth
+attends, with a gate for each head. Norms multiply by one more than their weight. The MTP layer always attends
+(https://qwen.ai/blog?id=qwen3-next).
 
 Of checkpoints that see pictures the text model is loaded.
 """
@@ -28,7 +29,13 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 def next_arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     moe = qwen2.experts(config, config.get_int("shared_expert_intermediate_size", 512, at_least=0))
-    return common(config, mtp_layers, "qwen3_next", replace(moe, renormalise=config.get_bool("norm_topk_prob", True)), grouped=True)
+    return common(
+        config,
+        mtp_layers,
+        "qwen3_next",
+        replace(moe, renormalise=config.get_bool("norm_topk_prob", True)),
+        grouped=True,
+    )
 
 
 def dense_arch(config: HFConfig, mtp_layers: int) -> ModelArch:
@@ -40,14 +47,17 @@ def moe_arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     return common(config, mtp_layers, "qwen3_5_moe", replace(moe, renormalise=True))
 
 
-def common(config: HFConfig, mtp_layers: int, family: str, moe: MoEArch | None, grouped: bool = False) -> ModelArch:
+def common(
+    config: HFConfig, mtp_layers: int, family: str, moe: MoEArch | None, grouped: bool = False
+) -> ModelArch:
     """`grouped`: as in Recurrent."""
     config = config.with_default("intermediate_size", moe.size) if moe is not None else config
     bias = config.get_bool("attention_bias", False)
     mtp = MTPArch(mtp_layers, "embedding-hidden", hidden_in="post", recycle="post") if mtp_layers else None
     config = config.with_default("head_dim", 256)
     base = gqa.arch(
-        config, family, positions=32768, rotated=0.25, qkv_bias=bias, out_bias=bias, head_norms=True, moe=moe, mtp=mtp
+        config, family, positions=32768, rotated=0.25, qkv_bias=bias, out_bias=bias, head_norms=True, moe=moe,
+        mtp=mtp
     )  # fmt: skip
     recurrent = Recurrent(
         key_heads=config.get_int("linear_num_key_heads", 16, at_least=1),
@@ -58,28 +68,42 @@ def common(config: HFConfig, mtp_layers: int, family: str, moe: MoEArch | None, 
         grouped=grouped,
     )
     heads = recurrent.key_heads
-    config.require(recurrent.value_heads % heads == 0, "linear_num_value_heads", f"a multiple of linear_num_key_heads = {heads}")
+    config.require(
+        recurrent.value_heads % heads == 0,
+        "linear_num_value_heads",
+        f"a multiple of linear_num_key_heads = {heads}",
+    )
     return replace(base, layers=kinds(config, base.layers, recurrent), out_gate=True)
 
 
 def kinds(config: HFConfig, attending: tuple[LayerKind, ...], recurrent: Recurrent) -> tuple[LayerKind, ...]:
-    """By `layer_types`, or every `full_attention_interval`-th layer attends. `attending`: as many as there are layers, MTP layers among
-    them."""
+    """By `layer_types`, or every `full_attention_interval`-th layer attends. `attending`: as many as there
+    are layers, MTP layers among them."""
     layers = config.get_int("num_hidden_layers", at_least=1)
     every = config.get_int("full_attention_interval", 4, at_least=1)
     types = config.raw("layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(layers)]
     is_valid = isinstance(types, list) and len(types) == layers and set(types) <= {LINEAR, FULL}
-    config.require(is_valid, "layer_types", f"a list of num_hidden_layers = {layers} names, each one of {LINEAR}, {FULL}")
-    config.require(FULL in types, "layer_types", f"such that one of them is {FULL}: pages are those of layers that attend")
+    config.require(
+        is_valid, "layer_types", f"a list of num_hidden_layers = {layers} names, each one of {LINEAR}, {FULL}"
+    )
+    config.require(
+        FULL in types,
+        "layer_types",
+        f"such that one of them is {FULL}: pages are those of layers that attend",
+    )
     trunk = (kind if name == FULL else recurrent for name, kind in zip(types, attending, strict=False))
     return *trunk, *attending[layers:]
 
 
-def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
+def build(
+    arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
+) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
         method, kind = methods.of(drafts=layer >= arch.num_layers), arch.layers[layer]
         attention = (
-            GatedDeltaNet(arch, kind, method, kernels) if isinstance(kind, Recurrent) else GQA(arch, arch.attention(layer), method, kernels)
+            GatedDeltaNet(arch, kind, method, kernels)
+            if isinstance(kind, Recurrent)
+            else GQA(arch, arch.attention(layer), method, kernels)
         )
         return attention, feed_forward(arch, layer, method, kernels)
 
@@ -115,8 +139,19 @@ def recurrent_names(kind: Recurrent) -> Names:
     if kind.grouped:
         projections = [("in_proj_qkvz", "inputs", 0), ("in_proj_ba", "gates", 0)]
     else:
-        projections = [("in_proj_qkv", "inputs", 0), ("in_proj_z", "inputs", 1), ("in_proj_b", "gates", 0), ("in_proj_a", "gates", 1)]
-    return [*names, *((rf"linear_attn\.{name}\.weight", f"attention.{target}.weight", Stack(part)) for name, target, part in projections)]
+        projections = [
+            ("in_proj_qkv", "inputs", 0),
+            ("in_proj_z", "inputs", 1),
+            ("in_proj_b", "gates", 0),
+            ("in_proj_a", "gates", 1),
+        ]
+    return [
+        *names,
+        *(
+            (rf"linear_attn\.{name}\.weight", f"attention.{target}.weight", Stack(part))
+            for name, target, part in projections
+        ),
+    ]
 
 
 def expert_names() -> Names:
@@ -144,7 +179,8 @@ def trunk_rules(arch: ModelArch) -> list[Rule]:
     ]
     for number, kind in enumerate(arch.layers[: arch.num_layers]):
         rules += [
-            made(rf"{start}layers\.{number}\.{name}", f"layers.{number}.{target}", how) for name, target, how in layer_names(arch, kind)
+            made(rf"{start}layers\.{number}\.{name}", f"layers.{number}.{target}", how)
+            for name, target, how in layer_names(arch, kind)
         ]
     return rules
 
@@ -163,9 +199,11 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
 
 
 QWEN3_NEXT = Family(
-    next_arch, build, trunk_rules, mtp_rules, floor=0.4, uncounted=1, tool_call_parser="hermes", reasoning_parser="qwen3"
+    next_arch, build, trunk_rules, mtp_rules, floor=0.4, uncounted=1, tool_call_parser="hermes",
+    reasoning_parser="qwen3"
 )  # fmt: skip
 QWEN3_5 = Family(
-    dense_arch, build, trunk_rules, mtp_rules, floor=0.4, tool_call_parser="qwen3_coder", reasoning_parser="qwen3"
+    dense_arch, build, trunk_rules, mtp_rules, floor=0.4, tool_call_parser="qwen3_coder",
+    reasoning_parser="qwen3"
 )  # fmt: skip
 QWEN3_5_MOE = replace(QWEN3_5, arch=moe_arch)

@@ -47,6 +47,8 @@ def family_of(config: HFConfig) -> Family:
         raise (
             config.unsupported("architectures", ", ".join(FAMILIES.names()))
             if architectures
-            else UnsupportedModel(f"{config.path}: architectures is missing; supported: {', '.join(FAMILIES.names())}")
+            else UnsupportedModel(
+                f"{config.path}: architectures is missing; supported: {', '.join(FAMILIES.names())}"
+            )
         )
     return FAMILIES.get(name)

@@ -1,9 +1,11 @@
-"""Step-3.5-Flash and Step-3.7-Flash: one layer in four attends to everything, the others have a window, more query heads and a rotation of
-their own; each head's output is gated by one number; experts as DeepSeek-V3's, of which the last layers limit their activations; norms
-multiply by one more than their weight (https://arxiv.org/abs/2602.10604). Three dense MTP layers, one for each depth, each with a head of
-its own: the second one gets the first one's output, before its norm, and so on.
+"""Step-3.5-Flash and Step-3.7-Flash: one layer in four attends to everything, the others have a window, more
+query heads and a rotation of their own; each head's output is gated by one number; experts as DeepSeek-V3's,
+of which the last layers limit their activations; norms multiply by one more than their weight
+(https://arxiv.org/abs/2602.10604). Three dense MTP layers, one for each depth, each with a head of its own:
+the second one gets the first one's output, before its norm, and so on.
 
-Of checkpoints that see pictures the text model is loaded. Lists with an entry for each layer go on with those of the MTP layers.
+Of checkpoints that see pictures the text model is loaded. Lists with an entry for each layer go on with those
+of the MTP layers.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mtpserve.core.arch.model import Attention, ClampedGate, LayerGates, LayerKind, ModelArch, MoEArch, MTPArch
+from mtpserve.core.arch.model import (
+    Attention,
+    ClampedGate,
+    LayerGates,
+    LayerKind,
+    ModelArch,
+    MoEArch,
+    MTPArch,
+)
 from mtpserve.core.arch.rope import RopeArch
 from mtpserve.models import gqa
 from mtpserve.models.family import Family, Names, dropped, ends, gated, one_layer, trunk_layers
@@ -25,12 +35,14 @@ PLUS_ONE = Copy(plus=1.0)
 PUBLISHED_MODULES = 3
 # In transformers' spelling and in the published one.
 SPELLINGS = {
-    "num_key_value_heads": "num_attention_groups", "n_routed_experts": "moe_num_experts", "num_experts_per_tok": "moe_top_k",
+    "num_key_value_heads": "num_attention_groups", "n_routed_experts": "moe_num_experts",
+    "num_experts_per_tok": "moe_top_k",
     "max_position_embeddings": "max_seq_len",
 }  # fmt: skip
 # What nobody publishes otherwise.
 ONLY: dict[str, Any] = {
-    "attention_bias": False, "mlp_bias": False, "sink": False, "use_head_wise_attn_gate": True, "use_qk_norm": True, "zero_centered": True,
+    "attention_bias": False, "mlp_bias": False, "sink": False, "use_head_wise_attn_gate": True,
+    "use_qk_norm": True, "zero_centered": True,
     "use_moe_router_bias": True, "moe_router_activation": "sigmoid", "att_impl_type": "GQA",
 }  # fmt: skip
 
@@ -44,9 +56,19 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     if not all(config.raw("use_rope_layers") or []):
         raise config.unsupported("use_rope_layers", "a rotation in every layer")
     types = layer_types(config, mtp_layers)
-    mtp = MTPArch(mtp_layers, "embedding-hidden", "pre", recycle="pre", head="own", each_depth=True) if mtp_layers else None
+    mtp = (
+        MTPArch(mtp_layers, "embedding-hidden", "pre", recycle="pre", head="own", each_depth=True)
+        if mtp_layers
+        else None
+    )
     common = gqa.arch(
-        of_type(config, gqa.FULL, types), "step3p5", positions=128000, eps=1e-5, head_norms=True, moe=routed(config, mtp_layers), mtp=mtp
+        of_type(config, gqa.FULL, types),
+        "step3p5",
+        positions=128000,
+        eps=1e-5,
+        head_norms=True,
+        moe=routed(config, mtp_layers),
+        mtp=mtp,
     )
     return replace(
         common,
@@ -62,30 +84,50 @@ def layer_types(config: HFConfig, mtp_layers: int) -> list[str]:
     """Of the trunk's layers, then of the MTP layers that are loaded."""
     layers, raw_types = config.get_int("num_hidden_layers", at_least=1), config.raw("layer_types")
     types = [gqa.FULL] * (layers + mtp_layers) if raw_types is None else raw_types
-    is_valid = isinstance(types, list) and len(types) >= layers + mtp_layers and set(types) <= {gqa.FULL, gqa.SLIDING}
-    config.require(is_valid, "layer_types", f"a list of a name for each of {layers} + {mtp_layers} layers, {gqa.FULL} or {gqa.SLIDING}")
+    is_valid = (
+        isinstance(types, list)
+        and len(types) >= layers + mtp_layers
+        and set(types) <= {gqa.FULL, gqa.SLIDING}
+    )
+    config.require(
+        is_valid,
+        "layer_types",
+        f"a list of a name for each of {layers} + {mtp_layers} layers, {gqa.FULL} or {gqa.SLIDING}",
+    )
     return list(types[: layers + mtp_layers])
 
 
 def of_type(config: HFConfig, name: str, types: Sequence[str]) -> HFConfig:
-    """With one rotation, that of the layers of this type: `rope_parameters` has them by their names, other keys have lists for all layers.
-    Scaling is for layers that attend to everything."""
+    """With one rotation, that of the layers of this type: `rope_parameters` has them by their names, other
+    keys have lists for all layers. Scaling is for layers that attend to everything."""
     by_name = config.section("rope_parameters")
     if by_name.has(name):
-        return HFConfig(config.path, config.values | {"rope_parameters": by_name.section(name).values}, config.prefix)
+        return HFConfig(
+            config.path, config.values | {"rope_parameters": by_name.section(name).values}, config.prefix
+        )
     values = dict(config.values)
     for key, other in (("rope_theta", "rope_theta"), ("partial_rotary_factors", "partial_rotary_factor")):
         if isinstance(per_layer := config.raw(key), list):
             numbers = {number for number, kind in zip(per_layer, types, strict=False) if kind == name}
-            config.require(len(per_layer) >= len(types) and len(numbers) <= 1, key, f"a number for each layer, the same for all of {name}")
+            config.require(
+                len(per_layer) >= len(types) and len(numbers) <= 1,
+                key,
+                f"a number for each layer, the same for all of {name}",
+            )
             values |= {key: None, other: numbers.pop() if numbers else None}
     if config.raw("yarn_only_types") not in (None, [gqa.FULL]):
         raise config.unsupported("yarn_only_types", f'["{gqa.FULL}"]')
-    return HFConfig(config.path, values if name == gqa.FULL else values | {"rope_scaling": None}, config.prefix)
+    return HFConfig(
+        config.path, values if name == gqa.FULL else values | {"rope_scaling": None}, config.prefix
+    )
 
 
 def window_rope(config: HFConfig, common: ModelArch, types: Sequence[str]) -> RopeArch | None:
-    return hf.rope(of_type(config, gqa.SLIDING, types), common.head_dim, interleaved=False) if gqa.SLIDING in types else None
+    return (
+        hf.rope(of_type(config, gqa.SLIDING, types), common.head_dim, interleaved=False)
+        if gqa.SLIDING in types
+        else None
+    )
 
 
 def kinds(config: HFConfig, common: ModelArch, types: Sequence[str]) -> tuple[LayerKind, ...]:
@@ -93,18 +135,27 @@ def kinds(config: HFConfig, common: ModelArch, types: Sequence[str]) -> tuple[La
     if gqa.SLIDING not in types:
         return (full,) * len(types)
     other, kv = config.section("attention_other_setting"), full.kv
-    for name, wanted in (("attention_type", gqa.SLIDING), ("num_attention_groups", kv.heads), ("head_dim", kv.key_dim)):
+    for name, wanted in (
+        ("attention_type", gqa.SLIDING),
+        ("num_attention_groups", kv.heads),
+        ("head_dim", kv.key_dim),
+    ):
         if other.has(name) and other.raw(name) != wanted:
             raise other.unsupported(name, str(wanted))
     source, name = (other, "num_attention_heads") if other.values else (config, "num_sliding_attention_heads")
     heads = source.get_int(name, common.heads, at_least=1)
     source.require(heads % kv.heads == 0, name, f"a multiple of num_attention_groups = {kv.heads}")
-    windowed = Attention(kv, config.get_int("sliding_window", at_least=1), heads=None if heads == common.heads else heads)
+    windowed = Attention(
+        kv, config.get_int("sliding_window", at_least=1), heads=None if heads == common.heads else heads
+    )
     return tuple(windowed if name == gqa.SLIDING else full for name in types)
 
 
 def routed(config: HFConfig, mtp_layers: int) -> MoEArch:
-    number, top_k = config.get_int("n_routed_experts", 288, at_least=1), config.get_int("num_experts_per_tok", 8, at_least=1)
+    number, top_k = (
+        config.get_int("n_routed_experts", 288, at_least=1),
+        config.get_int("num_experts_per_tok", 8, at_least=1),
+    )
     config.require(top_k <= number, "num_experts_per_tok", f"at most n_routed_experts = {number}")
     return MoEArch(
         experts=number,
@@ -120,10 +171,18 @@ def routed(config: HFConfig, mtp_layers: int) -> MoEArch:
 
 
 def dense(config: HFConfig, mtp_layers: int) -> tuple[int, ...]:
-    layers, types, listed = config.get_int("num_hidden_layers", at_least=1), config.raw("mlp_layer_types"), config.raw("moe_layers_enum")
+    layers, types, listed = (
+        config.get_int("num_hidden_layers", at_least=1),
+        config.raw("mlp_layer_types"),
+        config.raw("moe_layers_enum"),
+    )
     if types is not None:
         is_valid = isinstance(types, list) and len(types) >= layers and set(types) <= {"dense", "sparse"}
-        config.require(is_valid, "mlp_layer_types", f"a list of at least num_hidden_layers = {layers} names, each one of dense, sparse")
+        config.require(
+            is_valid,
+            "mlp_layer_types",
+            f"a list of at least num_hidden_layers = {layers} names, each one of dense, sparse",
+        )
         sparse = {layer for layer, name in enumerate(types) if name == "sparse"}
     elif listed is not None:
         numbers = [part.strip() for part in listed.split(",")] if isinstance(listed, str) else listed
@@ -137,9 +196,13 @@ def dense(config: HFConfig, mtp_layers: int) -> tuple[int, ...]:
 
 def gates(config: HFConfig, layers: int) -> tuple[LayerGates | None, ...]:
     """Of each layer; none at all where no activation is limited."""
-    of_dense, of_experts = limits(config, "swiglu_limits_shared", layers), limits(config, "swiglu_limits", layers)
+    of_dense, of_experts = (
+        limits(config, "swiglu_limits_shared", layers),
+        limits(config, "swiglu_limits", layers),
+    )
     layer_gates = tuple(
-        LayerGates(*map(limited, pair)) if any(pair) else None for pair in zip(of_dense, of_experts, strict=True)
+        LayerGates(*map(limited, pair)) if any(pair) else None for pair in zip(of_dense, of_experts,
+            strict=True)
     )  # fmt: skip
     return layer_gates if any(layer_gates) else ()
 
@@ -149,13 +212,20 @@ def limits(config: HFConfig, name: str, layers: int) -> list[float | None]:
     values, trunk = config.raw(name), config.get_int("num_hidden_layers", at_least=1)
     if values is None:
         return [None] * layers
-    is_valid = isinstance(values, list) and len(values) >= trunk and all(x is None or (type(x) in (int, float) and x >= 0) for x in values)
-    config.require(is_valid, name, f"a list of at least num_hidden_layers = {trunk} numbers that are not negative")
+    is_valid = (
+        isinstance(values, list)
+        and len(values) >= trunk
+        and all(x is None or (type(x) in (int, float) and x >= 0) for x in values)
+    )
+    config.require(
+        is_valid, name, f"a list of at least num_hidden_layers = {trunk} numbers that are not negative"
+    )
     return [values[layer] or None if layer < len(values) else None for layer in range(layers)]
 
 
 def limited(limit: float | None) -> ClampedGate | None:
-    """silu(gate) at most `limit`, times up between -limit and limit. silu grows where it is positive: a limit of the gate is one of it."""
+    """silu(gate) at most `limit`, times up between -limit and limit. silu grows where it is positive: a limit
+    of the gate is one of it."""
     if limit is None:
         return None
     gate = float(limit)
@@ -166,7 +236,10 @@ def limited(limit: float | None) -> ClampedGate | None:
 
 def layer_names(arch: ModelArch) -> Names:
     attention = gqa.attention_names(arch)
-    names = [(pattern, target, PLUS_ONE if target.endswith("norm.weight") else how) for pattern, target, how in attention]
+    names = [
+        (pattern, target, PLUS_ONE if target.endswith("norm.weight") else how)
+        for pattern, target, how in attention
+    ]
     expert = r"moe\.experts\.(?P<expert>\d+)"
     return [
         *names,
@@ -209,5 +282,6 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
 
 
 STEP3P5 = Family(
-    arch, gqa.build, trunk_rules, mtp_rules, modules=PUBLISHED_MODULES, tool_call_parser="qwen3_coder", reasoning_parser="deepseek_r1"
+    arch, gqa.build, trunk_rules, mtp_rules, modules=PUBLISHED_MODULES, tool_call_parser="qwen3_coder",
+    reasoning_parser="deepseek_r1"
 )  # fmt: skip

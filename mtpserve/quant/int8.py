@@ -1,5 +1,5 @@
-"""Weights made int8 while they are loaded, with one scale for each output; a product quantises its inputs, each row with a scale of its own
-(W8A8, as in https://arxiv.org/abs/2211.10438 without smoothing)."""
+"""Weights made int8 while they are loaded, with one scale for each output; a product quantises its inputs,
+each row with a scale of its own (W8A8, as in https://arxiv.org/abs/2211.10438 without smoothing)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from mtpserve.core.protocols.linear import LinearKernels, Packed
 
-NUMBERS = 1 << 20  # of a matrix that are widened at a time: a whole one in float32, several times, would be the largest thing in memory
+# of a matrix that are widened at a time: a whole one in float32, several times, would be the largest thing in
+# memory
+NUMBERS = 1 << 20
 
 
 class Int8:
@@ -19,7 +21,8 @@ class Int8:
 
     def __init__(self, kernels: LinearKernels) -> None:
         self.kernels = kernels
-        self.errors: list[float] = []  # of each matrix: the length of what rounding changed over that of the matrix
+        # of each matrix: the length of what rounding changed over that of the matrix
+        self.errors: list[float] = []
 
     def finish(self, module: nn.Module, lookups: bool = False) -> None:
         exact = cast(Tensor, module.weight).detach()
@@ -32,7 +35,8 @@ class Int8:
             to.copy_(rounded)
             by.copy_(row_scale)
             whole += float(wide.square().sum())
-            # Not in place: numbers that are float32 already are the weight's own, and somebody else's as well where a head is copied.
+            # Not in place: numbers that are float32 already are the weight's own, and somebody else's as well
+            # where a head is copied.
             changed += float((wide - rounded * row_scale.unsqueeze(1)).square_().sum())
         self.errors.append((changed / max(whole, 1e-60)) ** 0.5)
         packed = self.kernels.pack_int8(weight, scale, cast("Tensor | None", module.bias))

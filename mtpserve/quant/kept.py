@@ -1,9 +1,9 @@
-"""Weights that stay as the checkpoint has them: `module.weight`, its scales `module.weight_scale_inv` and, of integers, its zeros
-`module.weight_zeros`; see stored.py. Matrices without scales are unquantized.
+"""Weights that stay as the checkpoint has them: `module.weight`, its scales `module.weight_scale_inv` and, of
+integers, its zeros `module.weight_zeros`; see stored.py. Matrices without scales are unquantized.
 
-With few rows the kernels widen the weights in registers. With many the one for blocks of float8 quantises the activations; other weights
-are widened once for all rows. In plain torch each product widens its weights: slower than multiplying a widened copy (`--quantization
-none`), but without its memory.
+With few rows the kernels widen the weights in registers. With many the one for blocks of float8 quantises the
+activations; other weights are widened once for all rows. In plain torch each product widens its weights:
+slower than multiplying a widened copy (`--quantization none`), but without its memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class Kept:
             zeros = None if matrix.zeros is None else matrix.zeros[ids]
             # Numbers of one byte cannot be indexed in every type.
             scale = matrix.scale if matrix.scale.itemsize > 1 else matrix.scale.view(torch.uint8)
-            return widen(QuantisedMatrix(matrix.numbers[ids], scale[ids].view(matrix.scale.dtype), zeros), matrix.columns)
+            return widen(
+                QuantisedMatrix(matrix.numbers[ids], scale[ids].view(matrix.scale.dtype), zeros),
+                matrix.columns,
+            )
         # Each row becomes a block of its own.
         columns = matrix.scale[ids // BLOCK[0]].repeat_interleave(BLOCK[1], 1)[:, : matrix.columns]
         return matrix.numbers[ids].float() * columns
@@ -46,7 +49,9 @@ class Kept:
         if not has_scales(module):
             return self.plain.apply(module, x, dtype)
         matrix = matrix_of(module)
-        out = self.kernels.linear_stored(x, matrix.numbers, matrix.scale, matrix.zeros, cast("Tensor | None", module.bias))
+        out = self.kernels.linear_stored(
+            x, matrix.numbers, matrix.scale, matrix.zeros, cast("Tensor | None", module.bias)
+        )
         return out if dtype is None else out.to(dtype)
 
 

@@ -7,5 +7,9 @@ from mtpserve.core.registry import Registry
 
 METHODS: Registry[Callable[[LinearKernels], LinearMethod]] = Registry(
     "quantisation",
-    {"none": "mtpserve.quant.unquantized:Unquantized", "stored": "mtpserve.quant.kept:Kept", "int8": "mtpserve.quant.int8:Int8"},
+    {
+        "none": "mtpserve.quant.unquantized:Unquantized",
+        "stored": "mtpserve.quant.kept:Kept",
+        "int8": "mtpserve.quant.int8:Int8",
+    },
 )

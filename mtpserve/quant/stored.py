@@ -1,8 +1,9 @@
-"""A quantised matrix in the form in which it is kept or widened, whatever the checkpoint's layout (see published.py): numbers of few bits,
-their scales, and for integers their zeros.
+"""A quantised matrix in the form in which it is kept or widened, whatever the checkpoint's layout (see
+published.py): numbers of few bits, their scales, and for integers their zeros.
 
     numbers   float8 (e4m3) or int8 [N, K] · whole numbers from 0 on, uint8: of eight bits [N, K], of four bits [N, K / 2], two in a byte,
-              the low half first · e2m1 in uint8 [N, K / 2], in the same order: MXFP4, whose scales are exponents alone
+              the low half first · e2m1 in uint8 [N, K / 2], in the same order: MXFP4, whose scales are
+              exponents alone
     scale     [N, groups]: of each row, the columns in equal groups; or [N / 128, K / 128] rounded up, of blocks: see fp8.py
     zeros     [N, groups] uint8: the whole number that stands for 0; None: the middle of the range, 8 or 128
     group_of  [K]: the group of each column, where they are not in order (GPTQ's act order)
@@ -23,7 +24,8 @@ from mtpserve.quant.mxfp4 import dequantize_mxfp4
 
 ZEROS = "_zeros"  # suffix of a matrix's name, in modules
 MIDDLE = 8  # of four bits: the number that stands for 0 where there are no zeros
-NUMBERS = 1 << 22  # that are widened at a time: in float32, several times, a whole matrix would be the largest thing in memory
+# that are widened at a time: in float32, several times, a whole matrix would be the largest thing in memory
+NUMBERS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,10 @@ class QuantisedMatrix:
     def rows(self, start: int, stop: int) -> QuantisedMatrix:
         """A part. In blocks it begins where a block begins."""
         block_rows = BLOCK[0] if self.in_blocks else 1
-        scale, zeros = self.scale[start // block_rows : -(-stop // block_rows)], None if self.zeros is None else self.zeros[start:stop]
+        scale, zeros = (
+            self.scale[start // block_rows : -(-stop // block_rows)],
+            None if self.zeros is None else self.zeros[start:stop],
+        )
         return replace(self, numbers=self.numbers[start:stop], scale=scale, zeros=zeros)
 
     def in_order(self, arrange: Callable[[Tensor], Tensor]) -> QuantisedMatrix:
@@ -56,14 +61,16 @@ class QuantisedMatrix:
         return QuantisedMatrix(numbers, scale)
 
     def widen_to(self, place: Tensor, taken: tuple[slice, ...], columns: int) -> None:
-        """Writes what is `taken` of the matrix, or of those of experts [E, N, K], to `place`, a strip of rows at a time. `columns`: K."""
+        """Writes what is `taken` of the matrix, or of those of experts [E, N, K], to `place`, a strip of rows
+        at a time. `columns`: K."""
         if len(taken) == 3:
             for expert, to in zip(range(taken[0].start, taken[0].stop), place, strict=True):
                 QuantisedMatrix(self.numbers[expert], self.scale[expert]).widen_to(to, taken[1:], columns)
             return
         rows, across = taken
         strip = max(1, NUMBERS // columns // BLOCK[0]) * BLOCK[0]
-        for first in range(rows.start - rows.start % BLOCK[0], rows.stop, strip):  # in blocks a part begins where one begins
+        # in blocks a part begins where one begins
+        for first in range(rows.start - rows.start % BLOCK[0], rows.stop, strip):
             start, stop = max(first, rows.start), min(first + strip, rows.stop)
             wide = widen(self.rows(first, stop), columns)[start - first :, across]
             place[start - rows.start : stop - rows.start].copy_(wide)
@@ -97,16 +104,22 @@ def widen(matrix: QuantisedMatrix, columns: int) -> Tensor:
     return grouped.mul_(scale.unsqueeze(-1)).view(out.shape)
 
 
-def make_room_by_row(module: nn.Module, name: str, bits: int, groups: int, zeros: bool, scales: torch.dtype) -> None:
-    """Before loading: the parameter `name` [..., rows, columns] becomes float8, or integers of four bits, with as many scales for each
-    row: `name`_scale_inv and, where there are zeros, `name`_zeros are added."""
+def make_room_by_row(
+    module: nn.Module, name: str, bits: int, groups: int, zeros: bool, scales: torch.dtype
+) -> None:
+    """Before loading: the parameter `name` [..., rows, columns] becomes float8, or integers of four bits,
+    with as many scales for each row: `name`_scale_inv and, where there are zeros, `name`_zeros are added."""
     old = module.get_parameter(name)
     shape, one = (*old.shape[:-1], groups), (*old.shape[:-1], old.shape[-1] * bits // 8)
     params = {name: (one, FP8 if bits == 8 else torch.uint8), name + SCALE: (shape, scales)}
     if zeros:
         params[name + ZEROS] = shape, torch.uint8
     for param_name, (size, dtype) in params.items():
-        setattr(module, param_name, nn.Parameter(torch.empty(size, dtype=dtype, device=old.device), requires_grad=False))
+        setattr(
+            module,
+            param_name,
+            nn.Parameter(torch.empty(size, dtype=dtype, device=old.device), requires_grad=False),
+        )
 
 
 def unpacked(halves: Tensor) -> Tensor:

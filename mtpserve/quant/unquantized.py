@@ -13,12 +13,14 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 def has_float32_product(device: torch.device) -> bool:
-    """Whether torch multiplies numbers of HALF_TYPES to float32 there: sums that are not rounded first, without a copy that widens them."""
+    """Whether torch multiplies numbers of HALF_TYPES to float32 there: sums that are not rounded first,
+    without a copy that widens them."""
     return device.type == "cuda"
 
 
 class Unquantized:
-    """core.protocols.LinearMethod: `module.weight` [outputs, inputs], which is gone where it is packed; `module.bias` [outputs] or None."""
+    """core.protocols.LinearMethod: `module.weight` [outputs, inputs], which is gone where it is packed;
+    `module.bias` [outputs] or None."""
 
     def __init__(self, kernels: LinearKernels) -> None:
         self.kernels = kernels
@@ -38,7 +40,13 @@ class Unquantized:
         if packed is not None:
             return packed(x, dtype or x.dtype)
         weight, bias = cast(Tensor, module.weight), cast("Tensor | None", module.bias)
-        if dtype == torch.float32 and bias is None and x.dtype == weight.dtype and x.dtype in HALF_TYPES and has_float32_product(x.device):
+        if (
+            dtype == torch.float32
+            and bias is None
+            and x.dtype == weight.dtype
+            and x.dtype in HALF_TYPES
+            and has_float32_product(x.device)
+        ):
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         out = self.kernels.linear(x, weight, bias)
         return out if dtype is None else out.to(dtype)

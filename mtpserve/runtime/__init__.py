@@ -1,1 +1,2 @@
-"""The step on the device: tensors of the running requests, spans to batch, forward, accept, propose, publish."""
+"""The step on the device: tensors of the running requests, spans to batch, forward, accept, propose,
+publish."""

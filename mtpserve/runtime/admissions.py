@@ -1,4 +1,5 @@
-"""A plan's admissions and new pages, written to the seats' tensors: one copy to the device, and writes by index there.
+"""A plan's admissions and new pages, written to the seats' tensors: one copy to the device, and writes by
+index there.
 
 Nothing here makes the host wait for the device, so that arrivals do not drain the steps in flight.
 """
@@ -23,9 +24,16 @@ INTEGERS = 9  # of a request, before its stop tokens
 NUMBERS = 6
 
 
-def seat(requests: Seq[RunnerRequest], pages: Seq[NewPages], req_tensors: DeviceRequests, sampling: SamplingState) -> None:
+def seat(
+    requests: Seq[RunnerRequest], pages: Seq[NewPages], req_tensors: DeviceRequests, sampling: SamplingState
+) -> None:
     """`requests` are those of requests that were admitted just now."""
-    biased = [(request.req_idx, token, bias) for request in requests if request.has_bias for token, bias in biases(request).items()]
+    biased = [
+        (request.req_idx, token, bias)
+        for request in requests
+        if request.has_bias
+        for token, bias in biases(request).items()
+    ]
     entries = [
         (new_pages.group, new_pages.req_idx, column, page)
         for new_pages in pages
@@ -54,7 +62,11 @@ def seat(requests: Seq[RunnerRequest], pages: Seq[NewPages], req_tensors: Device
         next(parts)
     if not requests:
         return
-    req_indices, whole, real = next(parts), next(parts).view(-1, INTEGERS + STOPS), floats(next(parts)).view(-1, NUMBERS)
+    req_indices, whole, real = (
+        next(parts),
+        next(parts).view(-1, INTEGERS + STOPS),
+        floats(next(parts)).view(-1, NUMBERS),
+    )
     req_tensors.counts[:, req_indices] = whole[:, :5].T
     req_tensors.stops[req_indices] = whole[:, INTEGERS:]
     req_tensors.done.index_fill_(0, req_indices, False)
@@ -75,7 +87,10 @@ def seat(requests: Seq[RunnerRequest], pages: Seq[NewPages], req_tensors: Device
 
 def start_states(new_requests: Seq[NewRequest], states: States) -> None:
     prefix_hits = [request for request in new_requests if request.start_state >= 0]
-    lists = [[request.req_idx for request in new_requests], [request.num_computed_tokens for request in new_requests]]
+    lists = [
+        [request.req_idx for request in new_requests],
+        [request.num_computed_tokens for request in new_requests],
+    ]
     lists += [[request.start_state for request in prefix_hits], [request.req_idx for request in prefix_hits]]
     states.start(*staged(lists, states.computed.device))
 
@@ -85,7 +100,13 @@ def integers(request: RunnerRequest, eos_ids: Collection[int]) -> list[int]:
     new_request, params = request.new_request, request.sampling
     ends = [*(() if params.ignore_eos else eos_ids), *params.stop_token_ids]
     return [
-        *(len(new_request.tokens), new_request.num_computed_tokens, new_request.num_prompt_tokens, new_request.max_num_tokens, 0),
+        *(
+            len(new_request.tokens),
+            new_request.num_computed_tokens,
+            new_request.num_prompt_tokens,
+            new_request.max_num_tokens,
+            0,
+        ),
         *(max(params.top_k, 0), new_request.seed),
         int(new_request.point_masses),
         params.min_tokens,
@@ -102,7 +123,12 @@ def numbers(params: SamplingParams) -> tuple[float, ...]:
 
 
 def write_biases(
-    rules: LogitRules, requests: Seq[RunnerRequest], req_indices: Tensor, rows: Tensor, tokens: Tensor, values: Tensor
+    rules: LogitRules,
+    requests: Seq[RunnerRequest],
+    req_indices: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    values: Tensor,
 ) -> None:
     asking = [request for request in requests if request.has_bias]
     if not asking and rules.bias is None:

@@ -1,12 +1,14 @@
-"""The tensors that a step changes, one row (seat) per running request. A slot is something else: a place in the KV pool.
+"""The tensors that a step changes, one row (seat) per running request. A slot is something else: a place in
+the KV pool.
 
     tokens[seat]   |---- committed ----|x| d1 d2 d3 |   void   |        x is the last committed token, length is the place after it
     computed[seat] |------ KV is in the pages -----|                    computed = length - 1 between two steps of a decoding request
 
 What follows `num_tokens` is void or a proposal; committing is writing there and moving `num_tokens`.
 
-A request ends here (`done`) as soon as it has a stop token or all its tokens, which the host learns later: steps that were launched
-in between leave its seat as it is. There is one seat more than requests can run; it is no request's, always done, and pads batches.
+A request ends here (`done`) as soon as it has a stop token or all its tokens, which the host learns later:
+steps that were launched in between leave its seat as it is. There is one seat more than requests can run; it
+is no request's, always done, and pads batches.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from mtpserve.core.batch import Batch, Drafts, Tree, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.runtime.transfer import upload, write
 
-STOPS = 32  # stop tokens of a request that the device looks for; one with more of them is ended by the host alone
+# stop tokens of a request that the device looks for; one with more of them is ended by the host alone
+STOPS = 32
 
 
 class RequestKernels(NamedTuple):
@@ -32,7 +35,8 @@ class RequestKernels(NamedTuple):
 
     slots: reference.SlotsOf = cache.slots
     place: Callable[..., reference.PlacedRows] | None = None  # None: the reference with these slots
-    following: Callable[[reference.RequestTable, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None  # likewise
+    # likewise
+    following: Callable[[reference.RequestTable, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
     advance: Callable[..., None] = reference.advance
     hold: Callable[..., None] = reference.hold
     result_table: Callable[..., Tensor] = reference.result_table
@@ -44,22 +48,29 @@ TORCH = RequestKernels()
 class DeviceRequests:
     """core.batch.RequestTensors.
 
-    `trees` and `sources` are there only for drafters whose proposals branch or come from several sources; a chain needs neither.
-    `spare_pages`: of each group of pages (core.arch.model.page_groups) one that no request ever gets: what pads a batch is written there.
+    `trees` and `sources` are there only for drafters whose proposals branch or come from several sources; a
+    chain needs neither. `spare_pages`: of each group of pages (core.arch.model.page_groups) one that no
+    request ever gets: what pads a batch is written there.
     """
 
     def __init__(
-        self, seats: int, max_len: int, sizes: DraftSizes, vocab: int, page_size: int, device: torch.device, eos_ids: Collection[int] = (),
-        spare_pages: Seq[int] = (0,), coupled: bool = False, in_flight: int = 0, kernels: RequestKernels = TORCH,
+        self, seats: int, max_len: int, sizes: DraftSizes, vocab: int, page_size: int, device: torch.device,
+        eos_ids: Collection[int] = (),
+        spare_pages: Seq[int] = (0,), coupled: bool = False, in_flight: int = 0,
+        kernels: RequestKernels = TORCH,
     ) -> None:  # fmt: skip
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
         self.padding_slots, self._slots_of = [page * page_size for page in spare_pages], kernels.slots
-        self._place, self._advance = kernels.place or partial(reference.place, slots_of=kernels.slots), kernels.advance
+        self._place, self._advance = (
+            kernels.place or partial(reference.place, slots_of=kernels.slots),
+            kernels.advance,
+        )
         self._hold, self._result_table = kernels.hold, kernels.result_table
         self._following = kernels.following or partial(reference.following, slots_of=kernels.slots)
         whole, drafts = max_len + sizes.num_lookahead_tokens(in_flight), sizes.nodes
 
-        # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler along: seconds of imports.
+        # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler
+        # along: seconds of imports.
         def integers(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=device)
 
@@ -67,7 +78,9 @@ class DeviceRequests:
         self.tokens = integers(seats, whole)
         # One column is written at admission; each row has its name.
         self.counts = integers(5, seats)
-        self.num_tokens, self.num_computed_tokens, self.prompt, self.limit, self.num_draft_tokens = self.counts.unbind(0)
+        self.num_tokens, self.num_computed_tokens, self.prompt, self.limit, self.num_draft_tokens = (
+            self.counts.unbind(0)
+        )
         # The padding seat's request has one token, and room for no more.
         write(self.counts[:, self.padding], (1, 0, 1, 1, 0))
         self.stops = integers(seats, STOPS, fill=-1)
@@ -75,24 +88,36 @@ class DeviceRequests:
         self.block_tables = integers(len(spare_pages), seats, -(-whole // page_size))
         for table, page in zip(self.block_tables, spare_pages, strict=True):
             table.fill_(page)
-        self._rows = reference.RequestTable(self.tokens, self.counts, self.stops, self.done, self.block_tables[0], page_size)
+        self._rows = reference.RequestTable(
+            self.tokens, self.counts, self.stops, self.done, self.block_tables[0], page_size
+        )
         chained = 0 if coupled else sizes.depth
         self.draft_probs = torch.zeros(seats, chained, vocab if chained else 1, device=device)
         self.draft_tree = (
-            Tree(integers(seats, drafts), integers(seats, drafts + 1), integers(seats, drafts + 1)) if sizes.branching else None
+            Tree(integers(seats, drafts), integers(seats, drafts + 1), integers(seats, drafts + 1))
+            if sizes.branching
+            else None
         )
         if self.draft_tree is not None:
             for part, row in zip(self.draft_tree, chain_rows(drafts), strict=True):
                 write(part, row)
         self.draft_sources = integers(seats, drafts)
-        # Seats whose waiting drafts are not a chain; known on the host. All other rows of `draft_tree` are chains, and their sources MTP,
-        # unless the drafter always names others.
+        # Seats whose waiting drafts are not a chain; known on the host. All other rows of `draft_tree` are
+        # chains, and their sources MTP, unless the drafter always names others.
         self.branching: set[int] = set()
         self.predictions: dict[int, Tensor] = {}  # by seat; of one that was left, until it is given again
 
     @property
     def nbytes(self) -> int:
-        tensors = self.tokens, self.counts, self.stops, self.done, self.block_tables, self.draft_probs, self.draft_sources
+        tensors = (
+            self.tokens,
+            self.counts,
+            self.stops,
+            self.done,
+            self.block_tables,
+            self.draft_probs,
+            self.draft_sources,
+        )
         return sum(part.nbytes for part in (*tensors, *(self.draft_tree or ())))
 
     def predict(self, req_idx: int, prediction: Tensor) -> None:
@@ -117,7 +142,9 @@ class DeviceRequests:
         if self.predictions.keys().isdisjoint(seats):
             return None
         rows = [self.predictions.get(req_idx, self.num_tokens[:0]) for req_idx in seats]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), upload([len(row) for row in rows], self.device)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), upload(
+            [len(row) for row in rows], self.device
+        )
 
     def waiting_tree(self, req_indices: Tensor, drafts: int) -> Tree:
         assert self.draft_tree is not None
@@ -135,14 +162,16 @@ class DeviceRequests:
         start: Tensor | None = None,
     ) -> reference.PlacedRows:
         """The rows of a step: see mtpserve_kernels.seats.reference.place."""
-        return self._place(self._rows, req_indices, row_span, offset, query_start_loc, drafts, samples, start=start)
+        return self._place(
+            self._rows, req_indices, row_span, offset, query_start_loc, drafts, samples, start=start
+        )
 
     def next_tokens(self, req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._following(self._rows, req_indices, index)
 
     def advance(self, batch: Batch, verify_output: VerifyOutput) -> None:
-        """Commit a verdict. A span that does not sample writes after its length, where nothing counts, and moves `num_computed_tokens`
-        only."""
+        """Commit a verdict. A span that does not sample writes after its length, where nothing counts, and
+        moves `num_computed_tokens` only."""
         self._advance(
             self._rows,
             batch.req_indices,
@@ -154,16 +183,21 @@ class DeviceRequests:
         )
 
     def result_table(self, batch: Batch, verify_output: VerifyOutput) -> Tensor:
-        """What the host gets of a step: see mtpserve_kernels.seats.reference.result_table. Before the seats are changed."""
-        tree = (batch.tree.parents, verify_output.path) if batch.tree is not None and verify_output.path is not None else ()
+        """What the host gets of a step: see mtpserve_kernels.seats.reference.result_table. Before the seats
+        are changed."""
+        tree = (
+            (batch.tree.parents, verify_output.path)
+            if batch.tree is not None and verify_output.path is not None
+            else ()
+        )
         return self._result_table(
             batch.req_indices, batch.input_ids, batch.sample_rows, self.draft_sources, batch.num_draft_tokens,
             verify_output.num_accepted_tokens, verify_output.failed, verify_output.tokens, *tree,
         )  # fmt: skip
 
     def store_drafts(self, req_indices: Tensor, drafts: Drafts | None, trees: bool) -> None:
-        """Put proposals after the committed tokens, where the next span's rows are read from. `trees`: some of these seats are
-        `branching`."""
+        """Put proposals after the committed tokens, where the next span's rows are read from. `trees`: some
+        of these seats are `branching`."""
         if drafts is None:
             self.num_draft_tokens.index_fill_(0, req_indices, 0)
             return

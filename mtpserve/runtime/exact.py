@@ -1,9 +1,10 @@
 """A model whose numbers for a row depend on that row alone, to the last bit: the exact mode.
 
-Libraries choose how to add up a product by its shape, so a row that is computed among four others may differ in the last bit from
-the same row alone, and a near tie between two tokens then falls the other way. Here all rows go through the trunk in tiles of TILE,
-the last one padded: every product always has the same shape, whatever shares the pass. Tiles run one after the other through all
-layers, which is in order: a row never looks at a later one.
+Libraries choose how to add up a product by its shape, so a row that is computed among four others may differ
+in the last bit from the same row alone, and a near tie between two tokens then falls the other way. Here all
+rows go through the trunk in tiles of TILE, the last one padded: every product always has the same shape,
+whatever shares the pass. Tiles run one after the other through all layers, which is in order: a row never
+looks at a later one.
 
 Proposals are computed as ever: they decide how fast the text comes, not what it says.
 """
@@ -25,12 +26,15 @@ TILE = 8
 
 
 class ExactModel:
-    """core.protocols.Trunk. `trunk` needs the contexts of attention/exact, and a model made with the kernels "exact"."""
+    """core.protocols.Trunk. `trunk` needs the contexts of attention/exact, and a model made with the kernels
+    "exact"."""
 
     def __init__(self, model: Trunk) -> None:
         self.model, self.arch = model, model.arch
 
-    def trunk(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context], features: Features) -> Hidden:
+    def trunk(
+        self, ids: Tensor, positions: Tensor, contexts: Sequence[Context], features: Features
+    ) -> Hidden:
         heads, fed = list[Tensor](), list[Tensor]()
         for start in range(0, len(ids), TILE):
             stop = min(start + TILE, len(ids))

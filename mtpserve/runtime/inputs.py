@@ -69,23 +69,48 @@ def row_layout(layout: Layout, device: torch.device, depth: int | None = None) -
     )
     short = None if depth is None else row_layout(tuple((n, min(d, depth), s) for n, d, s in layout), device)
     return RowLayout(
-        spans, offsets, nodes, query_start_loc, whole, count, lasts, sampled.view(-1, widest + 1), sampling, widest, max(lengths), short
+        spans,
+        offsets,
+        nodes,
+        query_start_loc,
+        whole,
+        count,
+        lasts,
+        sampled.view(-1, widest + 1),
+        sampling,
+        widest,
+        max(lengths),
+        short,
     )
 
 
 def prompt_layout(lengths: Tensor, real: Tensor, rows: int) -> RowLayout:
-    """lengths [P], `rows` in all, of prompts that end with this step; real [P]: 0 for a span that pads. Its rows are all its first one,
-    so that nothing is longer than its seat."""
+    """lengths [P], `rows` in all, of prompts that end with this step; real [P]: 0 for a span that pads. Its
+    rows are all its first one, so that nothing is longer than its seat."""
     ends, row = lengths.cumsum(0), torch.arange(rows, device=lengths.device)
     query_start_loc = pad(ends, (1, 0))
     span = torch.searchsorted(ends, row, right=True)
     none, last = torch.zeros_like(lengths), ends - 1
     offset = (row - query_start_loc[span]) * real[span]
-    return RowLayout(span, offset, torch.zeros_like(row), query_start_loc, lengths, none, last, last.unsqueeze(1), real, 0, rows, None)
+    return RowLayout(
+        span,
+        offset,
+        torch.zeros_like(row),
+        query_start_loc,
+        lengths,
+        none,
+        last,
+        last.unsqueeze(1),
+        real,
+        0,
+        rows,
+        None,
+    )
 
 
 def mixed_layout(decoding: RowLayout, prompts: RowLayout) -> RowLayout:
-    """One after the other. Drafts are chains. Logits of a prompt's last row are computed as often as those of a request that decodes."""
+    """One after the other. Drafts are chains. Logits of a prompt's last row are computed as often as those of
+    a request that decodes."""
     spans, rows = decoding.num_tokens.shape[0], decoding.row_span.shape[0]
     return RowLayout(
         row_span=torch.cat([decoding.row_span, prompts.row_span + spans]),
@@ -95,7 +120,9 @@ def mixed_layout(decoding: RowLayout, prompts: RowLayout) -> RowLayout:
         num_tokens=torch.cat([decoding.num_tokens, prompts.num_tokens]),
         num_draft_tokens=torch.cat([decoding.num_draft_tokens, prompts.num_draft_tokens]),
         last_token_rows=torch.cat([decoding.last_token_rows, prompts.last_token_rows + rows]),
-        sample_rows=torch.cat([decoding.sample_rows, (prompts.sample_rows + rows).expand(-1, decoding.widest + 1)]),
+        sample_rows=torch.cat(
+            [decoding.sample_rows, (prompts.sample_rows + rows).expand(-1, decoding.widest + 1)]
+        ),
         samples=torch.cat([decoding.samples, prompts.samples]),
         widest=decoding.widest,
         longest=prompts.longest,
@@ -105,7 +132,8 @@ def mixed_layout(decoding: RowLayout, prompts: RowLayout) -> RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """A batch as the host describes it: all that a step needs in addition to the seats. `has_trees`: the drafts of some request branch."""
+    """A batch as the host describes it: all that a step needs in addition to the seats. `has_trees`: the
+    drafts of some request branch."""
 
     layout: RowLayout
     req_indices: Tensor  # [R]
@@ -114,21 +142,28 @@ class BatchInputs:
     has_trees: bool
     sampler: Sampler
     resumed: Tensor | None = None  # [N] spans that start right after pages of another request
-    unstored: Tensor | None = None  # [N] spans whose first token is in such a page: it is computed again, and not stored
+    # [N] spans whose first token is in such a page: it is computed again, and not stored
+    unstored: Tensor | None = None
     predictions: tuple[Tensor, Tensor] | None = None  # see Batch
     checkpoints: StateCheckpoints | None = None  # see Batch
 
 
 def is_first(plan: SpanPlan, request: RunnerRequest, lag: int | None) -> bool:
-    """Whether it is a request's first span, after pages that another one has computed or, with a lag of 0, after nothing."""
+    """Whether it is a request's first span, after pages that another one has computed or, with a lag of 0,
+    after nothing."""
     new_request = request.new_request
     return plan.start == new_request.num_computed_tokens and (
-        plan.start < new_request.num_shared_tokens or lag == 0 or (lag is not None and new_request.num_shared_tokens > 0)
+        plan.start < new_request.num_shared_tokens
+        or lag == 0
+        or (lag is not None and new_request.num_shared_tokens > 0)
     )
 
 
-def after_others(plans: Seq[SpanPlan], requests: Seq[RunnerRequest], lag: int | None) -> tuple[list[int], list[int]]:
-    """`BatchInputs.resumed` and `BatchInputs.unstored`. With a draft model of lag 0 the first row of every request is missing, too."""
+def after_others(
+    plans: Seq[SpanPlan], requests: Seq[RunnerRequest], lag: int | None
+) -> tuple[list[int], list[int]]:
+    """`BatchInputs.resumed` and `BatchInputs.unstored`. With a draft model of lag 0 the first row of every
+    request is missing, too."""
     resumed, unstored = list[int](), list[int]()
     for r, (plan, request) in enumerate(zip(plans, requests, strict=True)):
         if is_first(plan, request, lag):
@@ -139,7 +174,9 @@ def after_others(plans: Seq[SpanPlan], requests: Seq[RunnerRequest], lag: int | 
 def build(inputs: BatchInputs, req_tensors: DeviceRequests) -> Batch:
     rows = inputs.layout
     batch = place(rows, req_tensors, inputs.req_indices, inputs.sampler, inputs.draft_spans)
-    batch = batch._replace(resumed=inputs.resumed, predictions=inputs.predictions, checkpoints=inputs.checkpoints)
+    batch = batch._replace(
+        resumed=inputs.resumed, predictions=inputs.predictions, checkpoints=inputs.checkpoints
+    )
     batch = without_stores(batch, inputs.unstored)
     if not inputs.has_trees or rows.widest == 0:
         return batch
@@ -147,7 +184,9 @@ def build(inputs: BatchInputs, req_tensors: DeviceRequests) -> Batch:
     # Siblings share a position, not a slot; a node sees its ancestors and what is committed.
     root = batch.token_indices[rows.last_token_rows]
     committed = rows.node == 0
-    positions = torch.where(committed, batch.token_indices, root[rows.row_span] + tree.depths[rows.row_span, rows.node])
+    positions = torch.where(
+        committed, batch.token_indices, root[rows.row_span] + tree.depths[rows.row_span, rows.node]
+    )
     bits = tree.ancestors[rows.row_span, rows.node].masked_fill(committed, -1)
     return batch._replace(positions=positions, tree=tree, tree_bits=bits, tree_start=root)
 
@@ -157,7 +196,10 @@ def without_stores(batch: Batch, spans: Tensor | None) -> Batch:
     if spans is None:
         return batch
     return batch._replace(
-        slot_mapping=batch.slot_mapping.index_fill(0, batch.query_start_loc[spans], batch.req_tensors.padding_slots[0]), unstored=spans
+        slot_mapping=batch.slot_mapping.index_fill(
+            0, batch.query_start_loc[spans], batch.req_tensors.padding_slots[0]
+        ),
+        unstored=spans,
     )
 
 
@@ -171,7 +213,15 @@ def place(
 ) -> Batch:
     """The rows of `rows` from `start` [R] on, or from what is computed, as if all drafts were chains."""
     # The host's counts are bounds.
-    placed = req_tensors.place(req_indices, rows.row_span, rows.offset, rows.query_start_loc, rows.num_draft_tokens, rows.samples, start)
+    placed = req_tensors.place(
+        req_indices,
+        rows.row_span,
+        rows.offset,
+        rows.query_start_loc,
+        rows.num_draft_tokens,
+        rows.samples,
+        start,
+    )
     return Batch(
         input_ids=placed.input_ids,
         positions=placed.token_indices,
@@ -201,13 +251,13 @@ def compact(
     stores: Stores,
     states: States | None,
 ) -> tuple[Batch, Hidden]:
-    """Move what survived of every tree together, so that what follows sees chains: the trunk's KV, what waits for its states, and hidden
-    states.
+    """Move what survived of every tree together, so that what follows sees chains: the trunk's KV, what waits
+    for its states, and hidden states.
 
         rows      x 1 2 3 4 5 6      path 0 2 5      →      x 2 5       their KV is now in the slots after x
 
-    Called after the seats were advanced, with the chains' layout. A path shorter than the deepest repeats its last node: garbage after
-    what counts.
+    Called after the seats were advanced, with the chains' layout. A path shorter than the deepest repeats its
+    last node: garbage after what counts.
     """
     assert verify_output.path is not None
     depth = verify_output.path.shape[1] - 1
@@ -215,20 +265,34 @@ def compact(
     chained = place(rows, req_tensors, batch.req_indices, batch.sampler, batch.draft_spans, start)
     # The verdict has used up the drafts.
     chained = chained._replace(
-        num_draft_tokens=rows.num_draft_tokens, samples=batch.samples, resumed=batch.resumed, predictions=batch.predictions
+        num_draft_tokens=rows.num_draft_tokens,
+        samples=batch.samples,
+        resumed=batch.resumed,
+        predictions=batch.predictions,
     )
     chained = without_stores(chained, batch.unstored)
     node = verify_output.path[rows.row_span, rows.node]
-    old = batch.last_token_rows[rows.row_span] + torch.where(rows.node > 0, node, rows.offset - rows.num_tokens[rows.row_span] + 1)
+    old = batch.last_token_rows[rows.row_span] + torch.where(
+        rows.node > 0, node, rows.offset - rows.num_tokens[rows.row_span] + 1
+    )
     # Node j was stored j slots after the root, and so will be the path's j-th.
     deep = torch.arange(1, depth + 1, device=req_tensors.device)
     moved = deep <= verify_output.num_accepted_tokens.unsqueeze(1)
     root = batch.last_token_rows.unsqueeze(1)
-    source, target = torch.where(moved, root + verify_output.path[:, 1:], root), torch.where(moved, root + deep, root)
+    source, target = (
+        torch.where(moved, root + verify_output.path[:, 1:], root),
+        torch.where(moved, root + deep, root),
+    )
     for group in stores.groups:
         slots = slots_of(batch, group)
         stores.move(group, slots[source], slots[target])
-    stores.move_entries(batch.req_indices, verify_output.path[:, 1:], batch.token_indices[target], batch.slot_mapping[target], moved)
+    stores.move_entries(
+        batch.req_indices,
+        verify_output.path[:, 1:],
+        batch.token_indices[target],
+        batch.slot_mapping[target],
+        moved,
+    )
     if states is not None:
         states.move(batch.req_indices, verify_output.path[:, 1:])
     return chained, hidden.at(old)

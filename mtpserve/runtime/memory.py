@@ -1,4 +1,5 @@
-"""What goes where in memory, decided before the KV pool exists: everything else is counted first, the pool gets the rest."""
+"""What goes where in memory, decided before the KV pool exists: everything else is counted first, the pool
+gets the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from mtpserve.core.errors import NoRoom
 from mtpserve.spec.sizes import draft_sizes
 
 CPU_FRACTION, GPU_FRACTION = 0.1, 0.85
-STATES_EACH, STATES_PART = 4, 4  # as many states are kept as requests have, or as fit into a part of the pool's memory
+# as many states are kept as requests have, or as fit into a part of the pool's memory
+STATES_EACH, STATES_PART = 4, 4
 SHARE_OF_CONTEXT = 8  # a typical request fills this part of the context: concurrency is the pool over that
 ESTIMATE = " (estimate)"  # after the names of rows that cannot be counted in advance
 
@@ -51,14 +53,19 @@ class Fixed:
 
     @property
     def rows(self) -> list[tuple[str, int]]:
-        return [("weights", self.trunk), (f"weights, {self.what}", self.draft), ("draft head, reduced", self.reduced)]
+        return [
+            ("weights", self.trunk),
+            (f"weights, {self.what}", self.draft),
+            ("draft head, reduced", self.reduced),
+        ]
 
 
 Sizes = Callable[[int], int]  # of running requests, in bytes
 
 
 def state_sizes(arch: ModelArch, itemsize: int, ring: int) -> tuple[int, int]:
-    """Bytes of one request in all recurrent layers: its state, and what waits with `ring` rows in addition."""
+    """Bytes of one request in all recurrent layers: its state, and what waits with `ring` rows in
+    addition."""
     state = waiting = 0
     for kind in recurrent_kinds(arch.layers):
         state += 4 * kind.numbers + itemsize * (kind.taps - 1) * kind.channels
@@ -99,7 +106,11 @@ class TokenSizes:
 
     def entry(self, kind: Attention) -> int:
         """Of one that stands for several tokens."""
-        return 0 if kind.compressed is None else kind.entry * self.stored.itemsize + self.scale(kind.compressed.index_dim)
+        return (
+            0
+            if kind.compressed is None
+            else kind.entry * self.stored.itemsize + self.scale(kind.compressed.index_dim)
+        )
 
     def scale(self, index_dim: int) -> int:
         """Of an index key."""
@@ -134,11 +145,12 @@ def largest(shares: list[PageShare], budget: int, requests: int, limit: int) -> 
 
 
 def plan_memory(
-    config: EngineConfig, arch: ModelArch, stored: torch.dtype, device: torch.device, fixed: Fixed, lookahead: int, state: Sizes,
+    config: EngineConfig, arch: ModelArch, stored: torch.dtype, device: torch.device, fixed: Fixed,
+    lookahead: int, state: Sizes,
     tables: Sizes,
 ) -> MemoryPlan:  # fmt: skip
-    """`stored`: what keys and values are stored in. `state` is what every seat has, `tables` what seats get once a request has a
-    penalty or a bias. Raises NoRoom where nothing is left for the pool."""
+    """`stored`: what keys and values are stored in. `state` is what every seat has, `tables` what seats get
+    once a request has a penalty or a bias. Raises NoRoom where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
     width = arch.features.width(arch.hidden, arch.residual // arch.hidden)
@@ -151,12 +163,17 @@ def plan_memory(
     state_bytes, waiting_bytes = state_sizes(arch, fixed.itemsize, spec.nodes)
 
     def working(running: int) -> list[tuple[str, int]]:
-        rows = workspace(config, arch, fixed.itemsize, running) + selection(arch, scheduler.step_tokens, context)
+        rows = workspace(config, arch, fixed.itemsize, running) + selection(
+            arch, scheduler.step_tokens, context
+        )
         captured = rows if device.type == "cuda" and not scheduler.disable_cuda_graph else 0
         return [
             ("request state", state(running)),
             ("tables of penalties and biases, once asked for", tables(running)),
-            ("hidden rows that the draft model absorbs later", running * boundary * deferred_rows(config, arch)),
+            (
+                "hidden rows that the draft model absorbs later",
+                running * boundary * deferred_rows(config, arch),
+            ),
             ("states of recurrent layers", (running + 1) * state_bytes),
             ("inputs of recurrent layers that wait for a verdict", (running + 1) * waiting_bytes),
             ("entries that nodes of trees complete", (running + 1) * entries_of_nodes(config, arch, sizes)),
@@ -165,12 +182,20 @@ def plan_memory(
         ]
 
     if total is None:
-        fraction = config.cache.mem_fraction_static or (GPU_FRACTION if device.type == "cuda" else CPU_FRACTION)
+        fraction = config.cache.mem_fraction_static or (
+            GPU_FRACTION if device.type == "cuda" else CPU_FRACTION
+        )
         budget = int(usable_memory(device, config.parallel.ranks) * fraction) - weights
         typical = max(context // SHARE_OF_CONTEXT, 1)
         # Half of the states are kept ones, at least.
-        request_bytes = sum(share.token * tokens_in(share, typical, 1) for share in shares) + 2 * state_bytes + waiting_bytes
-        running = scheduler.max_running_requests or concurrency(max(budget, 0) * typical // request_bytes, context, max_running)
+        request_bytes = (
+            sum(share.token * tokens_in(share, typical, 1) for share in shares)
+            + 2 * state_bytes
+            + waiting_bytes
+        )
+        running = scheduler.max_running_requests or concurrency(
+            max(budget, 0) * typical // request_bytes, context, max_running
+        )
         budget -= sum(size for _, size in working(running)) + page_size * token
         states = kept_states(config, state_bytes, running, budget)
         budget -= states * state_bytes
@@ -183,7 +208,10 @@ def plan_memory(
         *fixed.rows,
         *working(running),
         *kv_rows(arch, sizes, page_size, pages, running, ahead),
-        ("KV, the page that pads batches", sum(page_size * sizes.token(kind) + entries_of_page(kind, sizes, page_size) for kind in kinds)),
+        (
+            "KV, the page that pads batches",
+            sum(page_size * sizes.token(kind) + entries_of_page(kind, sizes, page_size) for kind in kinds),
+        ),
         (f"{states} states for requests with the same prefix", states * state_bytes),
         ("the hidden row at the end of each page", (pages[0] + 1) * boundary),
     ]
@@ -192,30 +220,42 @@ def plan_memory(
 
 def require_memory(plan: MemoryPlan, config: EngineConfig, device: torch.device) -> None:
     """Before anything is allocated. Raises NoRoom."""
-    there, sure = usable_memory(device, config.parallel.ranks), [row for row in plan.rows if not row[0].endswith(ESTIMATE)]
+    there, sure = (
+        usable_memory(device, config.parallel.ranks),
+        [row for row in plan.rows if not row[0].endswith(ESTIMATE)],
+    )
     needed = sum(size for _, size in sure)
     if needed <= there:
         return
     what, max_bytes = max(sure, key=lambda row: row[1])
-    advice = "lower --max-running-requests" if config.cache.max_total_tokens is None else "lower --max-total-tokens"
+    advice = (
+        "lower --max-running-requests"
+        if config.cache.max_total_tokens is None
+        else "lower --max-total-tokens"
+    )
     gib = 2**30
     raise NoRoom(
-        f"{needed / gib:,.1f} GiB are needed, of which {what} takes {max_bytes / gib:,.1f}, and there are {there / gib:,.1f}: {advice}"
+        f"{needed / gib:,.1f} GiB are needed, of which {what} takes {max_bytes / gib:,.1f}, and "
+        f"there are {there / gib:,.1f}: {advice}"
     )
 
 
-def divided(shares: list[PageShare], total: int, running: int, page_size: int, weights: int) -> tuple[int, ...]:
+def divided(
+    shares: list[PageShare], total: int, running: int, page_size: int, weights: int
+) -> tuple[int, ...]:
     """Pages of each group, for `total` tokens. Raises NoRoom."""
     pages = tuple(tokens_in(share, total, running) // page_size for share in shares)
     if min(pages) < 1:
         raise NoRoom(
-            f"no memory is left for the KV pool: weights take {weights:,} bytes; raise --mem-fraction-static or set --max-total-tokens"
+            f"no memory is left for the KV pool: weights take {weights:,} bytes; raise "
+            f"--mem-fraction-static or set --max-total-tokens"
         )
     return pages
 
 
 def deferred_rows(config: EngineConfig, arch: ModelArch) -> int:
-    """Of each request. Layers with a window defer nothing, nor do chained ones: see engine/startup/assemble."""
+    """Of each request. Layers with a window defer nothing, nor do chained ones: see
+    engine/startup/assemble."""
     every = page_groups(arch.layers) == (None,) and not arch.features.chained
     return draft_sizes(config.spec, config.scheduler.step_tokens).max_deferred_tokens if every else 0
 
@@ -230,7 +270,12 @@ def kept_states(config: EngineConfig, size: int, running: int, budget: int | Non
     """States of `size` bytes that are kept besides those of requests. `budget`: of the pool, in bytes."""
     if not size or config.cache.disable_radix_cache:
         return 0
-    return max(1, min(STATES_EACH * running, STATES_EACH * running if budget is None else budget // STATES_PART // size))
+    return max(
+        1,
+        min(
+            STATES_EACH * running, STATES_EACH * running if budget is None else budget // STATES_PART // size
+        ),
+    )
 
 
 def entries_of_page(kind: Attention, sizes: TokenSizes, page_size: int) -> int:
@@ -238,16 +283,23 @@ def entries_of_page(kind: Attention, sizes: TokenSizes, page_size: int) -> int:
     return 0 if kind.compressed is None else page_size // kind.compressed.every * sizes.entry(kind)
 
 
-def kv_rows(arch: ModelArch, sizes: TokenSizes, page_size: int, pages: tuple[int, ...], running: int, ahead: int) -> list[tuple[str, int]]:
-    """By store. What is kept ahead of the requests' tokens has a row of its own where layers keep all tokens; windows and entries count it
-    in."""
+def kv_rows(
+    arch: ModelArch, sizes: TokenSizes, page_size: int, pages: tuple[int, ...], running: int, ahead: int
+) -> list[tuple[str, int]]:
+    """By store. What is kept ahead of the requests' tokens has a row of its own where layers keep all tokens;
+    windows and entries count it in."""
     rows, all_ahead = [], 0
     windows = page_groups(arch.layers)
     for kind in dict.fromkeys(attention_kinds(arch.layers)):
         tokens, layers = pages[windows.index(kind.held)] * page_size, arch.layers.count(kind)
         size = layers * sizes.token(kind)
         num_lookahead_tokens = min(running * ahead, tokens) if kind.window is None else 0
-        rows.append((f"KV, {tokens - num_lookahead_tokens:,} tokens in {layers} layers ({kind})", (tokens - num_lookahead_tokens) * size))
+        rows.append(
+            (
+                f"KV, {tokens - num_lookahead_tokens:,} tokens in {layers} layers ({kind})",
+                (tokens - num_lookahead_tokens) * size,
+            )
+        )
         if kind.compressed is not None:
             entries = pages[0] * page_size // kind.compressed.every
             rows.append(
@@ -265,27 +317,41 @@ def concurrency(tokens: int, context: int, max_running: int) -> int:
 
 
 def workspace(config: EngineConfig, arch: ModelArch, itemsize: int, running: int) -> int:
-    """The widest layer's numbers, of a step that fills its budget, and the logits in float32 with three copies on their way to tokens."""
+    """The widest layer's numbers, of a step that fills its budget, and the logits in float32 with three
+    copies on their way to tokens."""
     rows = config.scheduler.step_tokens
-    inner = arch.intermediate if arch.moe is None else max(arch.intermediate, arch.moe.size * arch.moe.top_k + arch.moe.shared)
-    layer = 4 * arch.residual + 3 * inner + 2 * max(arch.heads_of(kind) * kind.kv.key_dim for kind in attention_kinds(arch.layers))
-    layer = max(layer, 4 * arch.hidden + max((3 * kind.channels for kind in recurrent_kinds(arch.layers)), default=0))
+    inner = (
+        arch.intermediate
+        if arch.moe is None
+        else max(arch.intermediate, arch.moe.size * arch.moe.top_k + arch.moe.shared)
+    )
+    layer = (
+        4 * arch.residual
+        + 3 * inner
+        + 2 * max(arch.heads_of(kind) * kind.kv.key_dim for kind in attention_kinds(arch.layers))
+    )
+    layer = max(
+        layer, 4 * arch.hidden + max((3 * kind.channels for kind in recurrent_kinds(arch.layers)), default=0)
+    )
     sampled = min(rows, running * (config.spec.nodes + 1))
     return rows * layer * itemsize + sampled * arch.vocab * 4 * 4
 
 
 def selection(arch: ModelArch, rows: int, context: int) -> int:
-    """Of layers that attend to selected tokens: the slots of these for each row of a step, and the scores of as many rows as fit."""
+    """Of layers that attend to selected tokens: the slots of these for each row of a step, and the scores of
+    as many rows as fit."""
     kinds = attention_kinds(arch.layers)
-    selectors = [kind.selected for kind in kinds] + [kind.compressed.selected for kind in kinds if kind.compressed is not None]
+    selectors = [kind.selected for kind in kinds] + [
+        kind.compressed.selected for kind in kinds if kind.compressed is not None
+    ]
     best = max((selector.best for selector in selectors if selector is not None), default=0)
     return rows * best * 8 + min(rows * context, max(MAX_SCORES, context)) * 4 if best else 0
 
 
 def usable_memory(device: torch.device, ranks: int = 1) -> int:
-    """Bytes, of which `--mem-fraction-static` is a share. On a GPU what is free now, before weights are loaded: other processes keep what
-    they have. On a CPU all that the machine has, since what counts as free there changes with every file that is read; `ranks` of a model
-    share it."""
+    """Bytes, of which `--mem-fraction-static` is a share. On a GPU what is free now, before weights are
+    loaded: other processes keep what they have. On a CPU all that the machine has, since what counts as free
+    there changes with every file that is read; `ranks` of a model share it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

@@ -1,15 +1,17 @@
-"""What moves pages between the device's pool, host memory, the disk and other nodes; which ones, engine/pages/tiers says.
+"""What moves pages between the device's pool, host memory, the disk and other nodes; which ones,
+engine/pages/tiers says.
 
-A block of host memory holds one page of one group: what all layers with these pages stored for its tokens, side by side, and the boundary
-row (cache/boundary). So a page moves as one piece.
+A block of host memory holds one page of one group: what all layers with these pages stored for its tokens,
+side by side, and the boundary row (cache/boundary). So a page moves as one piece.
 
     block    | store 0: keys of all layers | store 0: values | store 1: … | boundary row |
 
-With tensor parallel a block has such a part for each rank, which saves and loads it; between blocks, files and other nodes rank 0 moves
-whole ones.
+With tensor parallel a block has such a part for each rank, which saves and loads it; between blocks, files
+and other nodes rank 0 moves whole ones.
 
-A save is in time if it reads its page after the steps that were launched before it and before those after it write. A load may start
-once the steps that were launched before it have ended: its page may have been somebody else's.
+A save is in time if it reads its page after the steps that were launched before it and before those after it
+write. A load may start once the steps that were launched before it have ended: its page may have been
+somebody else's.
 """
 
 from __future__ import annotations
@@ -47,10 +49,15 @@ FAILED = "failed"  # why a page was not moved, where nothing more is known
 
 
 def parts_of(stores: Stores, group: int, boundary: BoundaryRows | None) -> list[Tensor]:
-    """[layers, pages, bytes] views of all that is stored in the pages of one group. The boundary rows are group 0's."""
+    """[layers, pages, bytes] views of all that is stored in the pages of one group. The boundary rows are
+    group 0's."""
     pools = [pool for store in stores.stores for its_group, pool in store.pools if its_group == group]
     views = [view for pool in pools for view in pool.by_page]
-    return [*views, boundary.rows.unsqueeze(0).view(torch.uint8)] if group == 0 and boundary is not None else views
+    return (
+        [*views, boundary.rows.unsqueeze(0).view(torch.uint8)]
+        if group == 0 and boundary is not None
+        else views
+    )
 
 
 def block_bytes(parts: Seq[Tensor]) -> int:
@@ -60,7 +67,8 @@ def block_bytes(parts: Seq[Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """The pages of one group, and the blocks [blocks, bytes] uint8 of host memory for them. `own`: this rank's part of each block."""
+    """The pages of one group, and the blocks [blocks, bytes] uint8 of host memory for them. `own`: this
+    rank's part of each block."""
 
     parts: Seq[Tensor]
     blocks: Tensor
@@ -82,7 +90,8 @@ class Job(Protocol):
     def done(self) -> bool: ...
 
     def result(self) -> tuple[str, float]:
-        """Why it came to nothing, "" if it did not, and the seconds that it took. Once it is done. Raises what the transfer raised."""
+        """Why it came to nothing, "" if it did not, and the seconds that it took. Once it is done. Raises
+        what the transfer raised."""
         ...
 
 
@@ -124,7 +133,10 @@ class CPUCopies:
         return [Ended(_timed(_copied, group, transfer.page, transfer.block, False)[1]) for transfer in pages]
 
     def load(self, group: GroupBlocks, pages: Seq[Transfer]) -> list[Job]:
-        return [self._threads.submit(_timed, _copied, group, transfer.page, transfer.block, True) for transfer in pages]
+        return [
+            self._threads.submit(_timed, _copied, group, transfer.page, transfer.block, True)
+            for transfer in pages
+        ]
 
 
 def _copied(group: GroupBlocks, page: int, block: int, up: bool) -> bool:
@@ -169,14 +181,17 @@ class CudaJob:
 
 
 class CudaCopies:
-    """On a stream of their own. A page that is saved is copied on the device first, by the stream of the steps, so that these need not wait
-    for its way to the host."""
+    """On a stream of their own. A page that is saved is copied on the device first, by the stream of the
+    steps, so that these need not wait for its way to the host."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
     def save(self, group: GroupBlocks, pages: Seq[Transfer]) -> list[Job]:
-        staged = [[(device.contiguous(), host) for device, host in group.pieces(transfer.page, transfer.block)] for transfer in pages]
+        staged = [
+            [(device.contiguous(), host) for device, host in group.pieces(transfer.page, transfer.block)]
+            for transfer in pages
+        ]
         return self._moved([[(host, copy) for copy, host in pairs] for pairs in staged])
 
     def load(self, group: GroupBlocks, pages: Seq[Transfer]) -> list[Job]:
@@ -202,13 +217,18 @@ class CudaCopies:
 def host_blocks(parts: Seq[Seq[Tensor]], counts: Seq[int]) -> list[Tensor]:
     """So many blocks of each group, [blocks, bytes] uint8 in memory that is the process's own."""
     cuda = parts[0][0].is_cuda
-    return [torch.empty(count, block_bytes(part), dtype=torch.uint8, pin_memory=cuda) for part, count in zip(parts, counts, strict=True)]
+    return [
+        torch.empty(count, block_bytes(part), dtype=torch.uint8, pin_memory=cuda)
+        for part, count in zip(parts, counts, strict=True)
+    ]
 
 
 class Transfers:
     """`groups`: what is moved. `remote`: reads pages from other nodes."""
 
-    def __init__(self, groups: Seq[GroupBlocks], disk: DiskPages | None = None, remote: PageClient | None = None) -> None:
+    def __init__(
+        self, groups: Seq[GroupBlocks], disk: DiskPages | None = None, remote: PageClient | None = None
+    ) -> None:
         self.groups, cuda = groups, groups[0].parts[0].is_cuda
         self._disk, self._remote = disk, remote
         self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="pages")
@@ -216,10 +236,14 @@ class Transfers:
         self._moving: list[tuple[Transfer, Job]] = []
 
     def start(self, transfers: Seq[Transfer]) -> None:
-        """In the order of the device's work: after the steps that were launched, before those that will be."""
+        """In the order of the device's work: after the steps that were launched, before those that will
+        be."""
         for number, group in enumerate(self.groups):
             group_transfers = [transfer for transfer in transfers if transfer.group == number]
-            saves, loads = ([transfer for transfer in group_transfers if transfer.kind == kind] for kind in ("save", "load"))
+            saves, loads = (
+                [transfer for transfer in group_transfers if transfer.kind == kind]
+                for kind in ("save", "load")
+            )
             self._moving += zip(saves, self._copies.save(group, saves), strict=True)
             self._moving += zip(loads, self._copies.load(group, loads), strict=True)
             self._moving += [
@@ -237,15 +261,24 @@ class Transfers:
     def _pull(self, source: PageSource, pages: Seq[Transfer]) -> None:
         assert self._remote is not None
         wanted = [
-            WantedPage(transfer.group, transfer.key, self.groups[transfer.group].blocks[transfer.block].numpy()) for transfer in pages
+            WantedPage(
+                transfer.group, transfer.key, self.groups[transfer.group].blocks[transfer.block].numpy()
+            )
+            for transfer in pages
         ]
         whole = _in_thread(partial(self._remote.fetch, source, wanted))
         self._moving += [(transfer, PulledPage(whole, index)) for index, transfer in enumerate(pages)]
 
     def ended(self, idle: bool) -> list[Transferred]:
-        """Those that have ended since the last call. `idle`: there is nothing else to do, and one is worth waiting for."""
+        """Those that have ended since the last call. `idle`: there is nothing else to do, and one is worth
+        waiting for."""
         until = perf_counter() + PATIENCE_S
-        while idle and self._moving and not any(job.done() for _, job in self._moving) and perf_counter() < until:
+        while (
+            idle
+            and self._moving
+            and not any(job.done() for _, job in self._moving)
+            and perf_counter() < until
+        ):
             time.sleep(POLL_S)
         moving, over = list[tuple[Transfer, Job]](), list[tuple[Transfer, Job]]()
         for entry in self._moving:

@@ -22,8 +22,8 @@ SCORED = 128  # rows of a prompt whose logits are there at a time
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of the table of int64 that a step copies to the host, one row for each span: accepted, failed, count, tokens, proposed,
-    sources, and for trees parents and path."""
+    """The columns of the table of int64 that a step copies to the host, one row for each span: accepted,
+    failed, count, tokens, proposed, sources, and for trees parents and path."""
 
     accepted: int
     drafts: int  # verified, at most
@@ -31,7 +31,15 @@ class Columns:
 
     @property
     def widths(self) -> list[int]:
-        return [1, 1, 1, self.accepted + 1, self.drafts, self.drafts, *((self.drafts, self.accepted + 1) if self.trees else (0, 0))]
+        return [
+            1,
+            1,
+            1,
+            self.accepted + 1,
+            self.drafts,
+            self.drafts,
+            *((self.drafts, self.accepted + 1) if self.trees else (0, 0)),
+        ]
 
 
 def result_columns(batch: Batch, verify_output: VerifyOutput) -> Columns:
@@ -48,7 +56,8 @@ def results(
     logprobs: Logprobs | None,
     scored: Mapping[int, Logprobs],
 ) -> list[SpanResult]:
-    """All tensors on the host. `waiting`: proposals of the spans that are drafted for; `scored`: the prompts', by the span's number."""
+    """All tensors on the host. `waiting`: proposals of the spans that are drafted for; `scored`: the
+    prompts', by the span's number."""
     left, ends = iter(waiting), list(accumulate(columns.widths))
     tokens, proposed, sources, parents, path = (slice(start, end) for start, end in pairwise(ends[2:]))
     span_results = []
@@ -67,8 +76,12 @@ def results(
                 row[sources][:size],
                 row[path][1 : accepted + 1] if columns.trees else list(range(1, accepted + 1)),
                 NOT_FINITE if failed else None,
-                None if alternatives is None or logprobs is None or not span.samples else listed(logprobs, r, accepted + 1, alternatives),
-                None if prompt is None else listed(prompt, 0, prompt.token_logprobs.shape[1], request.sampling.prompt_logprobs or 0),
+                None
+                if alternatives is None or logprobs is None or not span.samples
+                else listed(logprobs, r, accepted + 1, alternatives),
+                None
+                if prompt is None
+                else listed(prompt, 0, prompt.token_logprobs.shape[1], request.sampling.prompt_logprobs or 0),
             )
         )
     return span_results
@@ -77,14 +90,20 @@ def results(
 def listed(scores: Logprobs, row: int, count: int, top: int) -> list[TokenLogprob]:
     token_logprobs, ranks = scores.token_logprobs[row, :count].tolist(), scores.ranks[row, :count].tolist()
     ids, values = scores.top_ids[row, :count, :top].tolist(), scores.top[row, :count, :top].tolist()
-    return [TokenLogprob(c, r, list(zip(i, v, strict=True))) for c, r, i, v in zip(token_logprobs, ranks, ids, values, strict=True)]
+    return [
+        TokenLogprob(c, r, list(zip(i, v, strict=True)))
+        for c, r, i, v in zip(token_logprobs, ranks, ids, values, strict=True)
+    ]
 
 
-def prompt_logprobs(spans: Seq[SpanPlan], requests: Seq[RunnerRequest], hidden: Hidden, model: Trunk) -> dict[int, Logprobs]:
-    """For spans inside the prompt of requests that want them: of the token after each row, the raw logits' log-probability, as one request.
+def prompt_logprobs(
+    spans: Seq[SpanPlan], requests: Seq[RunnerRequest], hidden: Hidden, model: Trunk
+) -> dict[int, Logprobs]:
+    """For spans inside the prompt of requests that want them: of the token after each row, the raw logits'
+    log-probability, as one request.
 
-    The rows of a prompt that was preempted and comes again are scored again; the engine passes on what is new. SCORED rows at a time: the
-    float32 logits of a whole chunk, and their copies, are gigabytes.
+    The rows of a prompt that was preempted and comes again are scored again; the engine passes on what is
+    new. SCORED rows at a time: the float32 logits of a whole chunk, and their copies, are gigabytes.
     """
     by_span, first = {}, 0
     for r, (span, request) in enumerate(zip(spans, requests, strict=True)):
@@ -93,7 +112,12 @@ def prompt_logprobs(spans: Seq[SpanPlan], requests: Seq[RunnerRequest], hidden: 
         if top is not None and rows > 0:
             after = upload([request.tokens[span.start + 1 : span.start + rows + 1]], hidden.head.device)
             slices = zip(hidden.head[first : first + rows].split(SCORED), after.split(SCORED, 1), strict=True)
-            scored = [ranked(model.logits(part).log_softmax(-1).unsqueeze(0), tokens, top) for part, tokens in slices]
-            by_span[r] = Logprobs(*(torch.cat([getattr(part, field.name) for part in scored], 1) for field in fields(Logprobs)))
+            scored = [
+                ranked(model.logits(part).log_softmax(-1).unsqueeze(0), tokens, top)
+                for part, tokens in slices
+            ]
+            by_span[r] = Logprobs(
+                *(torch.cat([getattr(part, field.name) for part in scored], 1) for field in fields(Logprobs))
+            )
         first += span.num_rows
     return by_span

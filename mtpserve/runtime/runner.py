@@ -1,5 +1,5 @@
-"""The host's side of a step: requests are seated, rows computed together, launched without waiting, and read when the engine needs
-the results.
+"""The host's side of a step: requests are seated, rows computed together, launched without waiting, and read
+when the engine needs the results.
 
 The steps themselves are step.py; what is replayed instead of launched, graphs.py.
 """
@@ -36,8 +36,9 @@ from mtpserve.spec.build import DraftersByShape
 log = logging.getLogger(__name__)
 
 NOWHERE = StateCheckpoint(0, 0, 0)
-# Requests whose deferred rows, up to 64 of each, are absorbed at once: memory is planned for a step's rows. On a CPU the first 1,549 rows
-# took 0.1 s, for fresh memory, and later ones 8 ms. A GPU's parts are larger, as each is launched kernel by kernel.
+# Requests whose deferred rows, up to 64 of each, are absorbed at once: memory is planned for a step's rows.
+# On a CPU the first 1,549 rows took 0.1 s, for fresh memory, and later ones 8 ms. A GPU's parts are larger,
+# as each is launched kernel by kernel.
 CAUGHT_UP = {"cpu": 8, "cuda": 32}
 
 Span = tuple[int, SpanPlan, RunnerRequest]  # its place in the plan
@@ -85,7 +86,8 @@ class LaunchedStep:
 
 
 class Runner:
-    """core.protocols.ModelRunner. With `graphs`, decoding requests are replayed and the others run beside them.
+    """core.protocols.ModelRunner. With `graphs`, decoding requests are replayed and the others run beside
+    them.
 
     `overlapped`: the engine plans with bounds anyway, so that it does not wait for the number of drafts.
     """
@@ -96,7 +98,13 @@ class Runner:
         drafters: DraftersByShape | None = None,
     ) -> None:  # fmt: skip
         self.transfers, self.drafters = transfers, drafters
-        self.step, self.sampling, self.graphs, self.overlapped, self.grammars = step, sampling, graphs, overlapped, grammars
+        self.step, self.sampling, self.graphs, self.overlapped, self.grammars = (
+            step,
+            sampling,
+            graphs,
+            overlapped,
+            grammars,
+        )
         self.drafter, self.seats = step.drafter, step.seats
         self.records: dict[int, RunnerRequest] = {}  # by seat
         self.last: tuple[Seq[RunnerRequest], SamplingFeatures] = (), SamplingFeatures()
@@ -165,7 +173,8 @@ class Runner:
         if prompts and decoding and graphs.has_mixed_steps and chains:
             return self.replay(decoding, draft_depth, graphs, prompts)
         if decoding and len({plan.defers_kv for _, plan, _ in decoding}) > 1:
-            return [self.run(spans, draft_depth)]  # a graph of requests that decode keeps all their rows for later, or none
+            # a graph of requests that decode keeps all their rows for later, or none
+            return [self.run(spans, draft_depth)]
         parts = self.replay(decoding, draft_depth, graphs) if decoding else []
         if prompts:
             return parts + self.replay([], draft_depth, graphs, prompts)
@@ -186,7 +195,9 @@ class Runner:
                 continue
             try:
                 if self.grammars is None:
-                    raise InvalidRequest(f"{spec.kind} needs the model's tokenizer, which this runner has not", spec.kind)
+                    raise InvalidRequest(
+                        f"{spec.kind} needs the model's tokenizer, which this runner has not", spec.kind
+                    )
                 request.grammar = self.grammars.compile(spec)
             except Exception as error:
                 log.exception("request %s could not be seated", request.id)
@@ -206,17 +217,33 @@ class Runner:
     def replayable(self, span: Span) -> bool:
         """Among others that decode."""
         _, plan, request = span
-        return plan.num_tokens == 1 and self.is_plain(plan, request) and not is_first(plan, request, self.drafter.lag)
+        return (
+            plan.num_tokens == 1
+            and self.is_plain(plan, request)
+            and not is_first(plan, request, self.drafter.lag)
+        )
 
     def ends_prompt(self, span: Span) -> bool:
-        """It can be replayed among prompts. One that does not end yet has no pages where drafts would be stored."""
+        """It can be replayed among prompts. One that does not end yet has no pages where drafts would be
+        stored."""
         _, plan, request = span
         scored = request.sampling.prompt_logprobs is not None
         stored = plan.start >= request.new_request.num_shared_tokens
-        return plan.num_draft_tokens == 0 and not plan.defers_kv and stored and not scored and self.is_plain(plan, request)
+        return (
+            plan.num_draft_tokens == 0
+            and not plan.defers_kv
+            and stored
+            and not scored
+            and self.is_plain(plan, request)
+        )
 
     def is_plain(self, plan: SpanPlan, request: RunnerRequest) -> bool:
-        plain = request.plain and request.sampling.logprobs is None and not request.has_rules and not self.processors
+        plain = (
+            request.plain
+            and request.sampling.logprobs is None
+            and not request.has_rules
+            and not self.processors
+        )
         return plan.samples and plain
 
     def run(self, spans: Seq[Span], draft_depth: int) -> Part:
@@ -225,7 +252,10 @@ class Runner:
         computed = self.step.forward(rows)
         table = Download(computed.table)
         logprobs = downloads(computed.verdict.logprobs)
-        scored = {r: downloads(scores) for r, scores in prompt_logprobs(plans, requests, computed.hidden, self.step.model).items()}
+        scored = {
+            r: downloads(scores)
+            for r, scores in prompt_logprobs(plans, requests, computed.hidden, self.step.model).items()
+        }
         drafts = self.step.propose(rows, computed)
         count, trees = (None, False) if drafts is None else (drafts.num_draft_tokens, drafts.tree is not None)
         drafted = [(plan, request) for plan, request in zip(plans, requests, strict=True) if plan.drafts_next]
@@ -235,13 +265,24 @@ class Runner:
     def rows(self, plans: Seq[SpanPlan], requests: Seq[RunnerRequest], draft_depth: int) -> BatchInputs:
         drafting = [r for r, plan in enumerate(plans) if plan.drafts_next]
         wanted = [requests[r].depth(draft_depth) for r in drafting]
-        max_draft_tokens = self.max_draft_tokens([plans[r] for r in drafting], draft_depth) if draft_depth else []
+        max_draft_tokens = (
+            self.max_draft_tokens([plans[r] for r in drafting], draft_depth) if draft_depth else []
+        )
         hosts = [plan.req_idx for plan in plans]
         groups = self.sampling.rules.groups(requests)
         more = [] if groups is None else groups.lists
         resumed, unstored = after_others(plans, requests, self.drafter.lag)
-        host_lists = tuple(hosts), tuple(drafting), tuple(wanted), tuple(max_draft_tokens), tuple(resumed), tuple(unstored)
-        inputs = staged([*host_lists, *more], self.seats.device) if more else kept(host_lists, self.seats.device)
+        host_lists = (
+            tuple(hosts),
+            tuple(drafting),
+            tuple(wanted),
+            tuple(max_draft_tokens),
+            tuple(resumed),
+            tuple(unstored),
+        )
+        inputs = (
+            staged([*host_lists, *more], self.seats.device) if more else kept(host_lists, self.seats.device)
+        )
         req_indices, draft_spans, num_steps, most_each, resumed_spans, unstored_spans, *lists = inputs
         rules = None if groups is None else BatchRules(self.sampling.rules, requests, groups, lists)
         layout = tuple((plan.num_tokens, plan.num_draft_tokens, plan.samples) for plan in plans)
@@ -249,7 +290,9 @@ class Runner:
             row_layout(layout, self.seats.device, self.sizes.depth if self.sizes.branching else None),
             req_indices,
             None if len(drafting) == len(plans) else draft_spans,
-            DraftTargets(num_steps, max(wanted, default=0), most_each if max_draft_tokens else None, *deferral(plans)),
+            DraftTargets(
+                num_steps, max(wanted, default=0), most_each if max_draft_tokens else None, *deferral(plans)
+            ),
             not self.seats.branching.isdisjoint(hosts),
             BatchSampler(self.sampling, self.features(requests), rules),
             resumed_spans if resumed else None,
@@ -266,7 +309,10 @@ class Runner:
     def checkpoint_numbers(self, plans: Seq[SpanPlan]) -> list[list[int]]:
         """Of each span: after how many tokens a state is kept, and which one."""
         checkpoints = [self.planned_checkpoints.get(plan.req_idx, NOWHERE) for plan in plans]
-        return [[checkpoint.num_tokens for checkpoint in checkpoints], [checkpoint.state for checkpoint in checkpoints]]
+        return [
+            [checkpoint.num_tokens for checkpoint in checkpoints],
+            [checkpoint.state for checkpoint in checkpoints],
+        ]
 
     def features(self, requests: Seq[RunnerRequest]) -> SamplingFeatures:
         """The same object as in the last step where the requests are the same, as in steady decoding."""
@@ -274,7 +320,9 @@ class Runner:
             self.last = requests, SamplingFeatures.of(requests, self.drafter.coupled)
         return self.last[1]
 
-    def replay(self, decoding: Seq[Span], draft_depth: int, graphs: StepGraphs, prompts: Seq[Span] = ()) -> list[Part]:
+    def replay(
+        self, decoding: Seq[Span], draft_depth: int, graphs: StepGraphs, prompts: Seq[Span] = ()
+    ) -> list[Part]:
         """All `decoding` spans are `replayable`, all `prompts` `ends_prompt`."""
         spans = [*decoding, *prompts]
         _, plans, requests = zip(*spans, strict=True)
@@ -287,9 +335,20 @@ class Runner:
             resumed, _ = after_others(plans[first:], requests[first:], self.drafter.lag)
             lengths = Prompts([plan.num_tokens for plan in plans[first:]], resumed)
         # Without requests that decode: what steady decoding asks for is kept.
-        features = self.features(requests) if decoding else SamplingFeatures.of(requests, self.drafter.coupled)
+        features = (
+            self.features(requests) if decoding else SamplingFeatures.of(requests, self.drafter.coupled)
+        )
         outcome = graphs.replay(
-            hosts, wanted, self.max_draft_tokens(plans, draft_depth), drafts, draft_depth, features, trees, deferred, checkpoints, lengths
+            hosts,
+            wanted,
+            self.max_draft_tokens(plans, draft_depth),
+            drafts,
+            draft_depth,
+            features,
+            trees,
+            deferred,
+            checkpoints,
+            lengths,
         )
         if outcome is None:
             # It is launched by itself: beside requests with grammars its drafts would become trees.
@@ -298,31 +357,43 @@ class Runner:
         for some, first in ((decoding, 0), (prompts, outcome.decoding)):
             if some:
                 count = None if outcome.count is None else outcome.count[first:]
-                waiting = self.note([(plan, request) for _, plan, request in some], draft_depth, count, outcome.trees)
-                parts.append(Part(some, outcome.columns, Download(outcome.table[first : first + len(some)]), waiting))
+                waiting = self.note(
+                    [(plan, request) for _, plan, request in some], draft_depth, count, outcome.trees
+                )
+                parts.append(
+                    Part(some, outcome.columns, Download(outcome.table[first : first + len(some)]), waiting)
+                )
         return parts
 
     def max_draft_tokens(self, plans: Seq[SpanPlan], draft_depth: int) -> list[int]:
-        """Drafts that the algorithm may give each request after these spans, `draft_depth` deep; empty: as many as it has."""
+        """Drafts that the algorithm may give each request after these spans, `draft_depth` deep; empty: as
+        many as it has."""
         enough = self.sizes.num_proposed if self.sizes.trees else draft_depth
         if all(plan.max_draft_tokens is None or plan.max_draft_tokens >= enough for plan in plans):
             return []
         return [
-            self.sizes.num_proposed if plan.max_draft_tokens is None else min(plan.max_draft_tokens, self.sizes.num_proposed)
+            self.sizes.num_proposed
+            if plan.max_draft_tokens is None
+            else min(plan.max_draft_tokens, self.sizes.num_proposed)
             for plan in plans
         ]
 
     def note(
-        self, drafted: Seq[tuple[SpanPlan, RunnerRequest]], draft_depth: int, count: Tensor | None, trees: bool
+        self,
+        drafted: Seq[tuple[SpanPlan, RunnerRequest]],
+        draft_depth: int,
+        count: Tensor | None,
+        trees: bool,
     ) -> Download | Seq[int]:
-        """What is known on the host about the drafts that now wait. `count` [requests, and padding], None where nothing was
-        drafted."""
+        """What is known on the host about the drafts that now wait. `count` [requests, and padding], None
+        where nothing was drafted."""
         if count is None:
             return [0] * len(drafted)
         self.seats.branch([request.req_idx for _, request in drafted], trees)
         if self.overlapped:
             return [
-                self.sizes.max_draft_tokens(request.depth(draft_depth), request.plain, plan.max_draft_tokens) for plan, request in drafted
+                self.sizes.max_draft_tokens(request.depth(draft_depth), request.plain, plan.max_draft_tokens)
+                for plan, request in drafted
             ]
         return Download(count)
 
@@ -339,5 +410,7 @@ def kept(lists: tuple[tuple[int, ...], ...], device: torch.device) -> list[Tenso
 
 
 def downloads(scores: Logprobs | None) -> tuple[Download, ...]:
-    parts: tuple[Tensor, ...] = () if scores is None else (scores.token_logprobs, scores.ranks, scores.top_ids, scores.top)
+    parts: tuple[Tensor, ...] = (
+        () if scores is None else (scores.token_logprobs, scores.ranks, scores.top_ids, scores.top)
+    )
     return tuple(Download(part) for part in parts)

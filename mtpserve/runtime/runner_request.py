@@ -1,6 +1,8 @@
-"""What the host's side of a runner knows of the request in each seat: what its admission says, and what its results said since.
+"""What the host's side of a runner knows of the request in each seat: what its admission says, and what its
+results said since.
 
-A step keeps the records of its spans until it is read, not their seats: by then a seat may be another request's.
+A step keeps the records of its spans until it is read, not their seats: by then a seat may be another
+request's.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ class RunnerRequest:
 
     def __init__(self, new_request: NewRequest) -> None:
         params = new_request.sampling
-        self.new_request, self.sampling, self.req_idx, self.id = new_request, params, new_request.req_idx, new_request.id
+        self.new_request, self.sampling, self.req_idx, self.id = (
+            new_request,
+            params,
+            new_request.req_idx,
+            new_request.id,
+        )
         self.num_prompt_tokens = new_request.num_prompt_tokens
         self.max_depth = new_request.max_depth
         self.plain = new_request.plain
@@ -23,8 +30,12 @@ class RunnerRequest:
         self.grammar_tokens = 0
         self.error: str | None = None  # why it cannot be computed
         self.bad_words = tuple(tuple(word) for word in new_request.bad_words if len(word) > 1)
-        self.has_bias = bool(params.logit_bias or params.allowed_token_ids or len(self.bad_words) < len(new_request.bad_words))
-        self.has_penalty = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+        self.has_bias = bool(
+            params.logit_bias or params.allowed_token_ids or len(self.bad_words) < len(new_request.bad_words)
+        )
+        self.has_penalty = (
+            params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+        )
         self.always_rules = bool(self.has_bias or self.has_penalty or self.bad_words or params.grammar)
 
     @property
@@ -48,7 +59,8 @@ class RunnerRequest:
         self.error = f"the engine could not start this request: {type(error).__name__}"
 
     def advance_grammar(self) -> None:
-        """Take its grammar to the end of the tokens that are known. Raises ValueError where it does not allow them."""
+        """Take its grammar to the end of the tokens that are known. Raises ValueError where it does not allow
+        them."""
         if self.grammar is not None and self.grammar_tokens < self.num_output_tokens:
             self.grammar.commit(self.tokens[self.num_prompt_tokens + self.grammar_tokens :])
             self.grammar_tokens = self.num_output_tokens

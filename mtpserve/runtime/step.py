@@ -1,7 +1,9 @@
-"""The step on the device: build → forward → accept → advance → compact → draft, for all spans together. There is no other path.
+"""The step on the device: build → forward → accept → advance → compact → draft, for all spans together. There
+is no other path.
 
-Prompt chunks, plain decoding and verification, of chains and of trees, differ in their spans' widths and in nothing else. Nothing here
-reads a number on the host (unless a request's rules do), so that a step is the same work whatever it finds, and can be replayed.
+Prompt chunks, plain decoding and verification, of chains and of trees, differ in their spans' widths and in
+nothing else. Nothing here reads a number on the host (unless a request's rules do), so that a step is the
+same work whatever it finds, and can be replayed.
 """
 
 from __future__ import annotations
@@ -46,17 +48,25 @@ def unmarked(part: str) -> None:
 
 
 class Step:
-    """The parts that a step is made of. `states`: of the trunk's recurrent layers, where it has any. `decide` is the kernel that decides
-    where all is lossless.
+    """The parts that a step is made of. `states`: of the trunk's recurrent layers, where it has any. `decide`
+    is the kernel that decides where all is lossless.
 
     `mark` is called after each part, with its name, for measurements: runtime/graphs/parts."""
 
     def __init__(
-        self, model: Trunk, attention: AttentionBackend, stores: Stores, drafter: Drafter, req_tensors: DeviceRequests, *,
-        states: States | None = None, thresholds: Thresholds = LOSSLESS, processed_logprobs: bool = False, decide: Decide | None = None,
+        self, model: Trunk, attention: AttentionBackend, stores: Stores, drafter: Drafter,
+        req_tensors: DeviceRequests, *,
+        states: States | None = None, thresholds: Thresholds = LOSSLESS, processed_logprobs: bool = False,
+        decide: Decide | None = None,
     ) -> None:  # fmt: skip
         self.states = states
-        self.model, self.attention, self.stores, self.drafter, self.seats = model, attention, stores, drafter, req_tensors
+        self.model, self.attention, self.stores, self.drafter, self.seats = (
+            model,
+            attention,
+            stores,
+            drafter,
+            req_tensors,
+        )
         self.thresholds, self.processed_logprobs, self.decide = thresholds, processed_logprobs, decide
         self.mark: Callable[[str], None] = unmarked
 
@@ -72,10 +82,14 @@ class Step:
         req_tensors = self.seats
         batch = build(rows, req_tensors)
         self.mark("host")
-        hidden = self.model.trunk(batch.input_ids, batch.positions, self.attention.plan(batch), self.drafter.features)
+        hidden = self.model.trunk(
+            batch.input_ids, batch.positions, self.attention.plan(batch), self.drafter.features
+        )
         logits = self.model.logits(sample_hidden(hidden.head, batch)).unflatten(0, batch.sample_rows.shape)
         self.mark("verify")
-        verify_output = accept(logits, batch, self.drafter.sizes.depth, self.thresholds, self.processed_logprobs, self.decide)
+        verify_output = accept(
+            logits, batch, self.drafter.sizes.depth, self.thresholds, self.processed_logprobs, self.decide
+        )
         table = req_tensors.result_table(batch, verify_output)
         self.mark("accept")
         return Computed(batch, hidden, verify_output, result_columns(batch, verify_output), table)
@@ -87,7 +101,9 @@ class Step:
         self.seats.advance(batch, verify_output)
         if verify_output.path is not None:
             assert rows.layout.compacted is not None
-            batch, hidden = compact(rows.layout.compacted, batch, hidden, verify_output, self.seats, self.stores, self.states)
+            batch, hidden = compact(
+                rows.layout.compacted, batch, hidden, verify_output, self.seats, self.stores, self.states
+            )
         self.mark("accept")
         drafts = self.drafter.draft(batch, hidden, verify_output, rows.draft_targets)
         self.mark("draft")

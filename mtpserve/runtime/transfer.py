@@ -1,8 +1,9 @@
 """Numbers between host and device, without either waiting for the other.
 
-A plain `torch.tensor(…, device=…)`, `.tolist()` or assignment of a number to an element on a GPU waits for all that was launched
-before, and so may a copy of more than 64 KiB of pageable memory. So what goes up is written to pinned memory first. torch's allocator of
-that memory is a ring: it gives a block again when the copies out of it are done, and grows with what is asked for.
+A plain `torch.tensor(…, device=…)`, `.tolist()` or assignment of a number to an element on a GPU waits for
+all that was launched before, and so may a copy of more than 64 KiB of pageable memory. So what goes up is
+written to pinned memory first. torch's allocator of that memory is a ring: it gives a block again when the
+copies out of it are done, and grows with what is asked for.
 """
 
 from __future__ import annotations
@@ -64,7 +65,11 @@ class Moment:
 
     def seconds_after(self, before: StepEnd) -> float | None:
         assert isinstance(before, Moment)
-        return before.event.elapsed_time(self.event) / 1000 if self.event.query() and before.event.query() else None
+        return (
+            before.event.elapsed_time(self.event) / 1000
+            if self.event.query() and before.event.query()
+            else None
+        )
 
 
 def moment(device: torch.device) -> Moment | None:
@@ -78,7 +83,8 @@ class Download:
     def __init__(self, tensor: Tensor) -> None:
         self.event: torch.cuda.Event | None = None
         if tensor.device.type == "cpu":
-            # What computes at once has nothing to wait for, but a later step may write where this one's numbers are.
+            # What computes at once has nothing to wait for, but a later step may write where this one's
+            # numbers are.
             self.host = tensor.clone()
             return
         self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

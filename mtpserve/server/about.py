@@ -106,7 +106,8 @@ class ModelInfo(Rendered):
 
 
 class InternalState(Rendered):
-    avg_spec_accept_length: float | None  # SGLang's names: tokens per verification, null before the first one; tokens in the KV pool
+    # SGLang's names: tokens per verification, null before the first one; tokens in the KV pool
+    avg_spec_accept_length: float | None
     max_total_num_tokens: int
     running: int
     waiting: int
@@ -146,8 +147,9 @@ ServerInfo = defstruct("ServerInfo", [*OPTIONS, *STATE], bases=(Rendered,))
 
 
 async def health(service: Served, verbose: bool = False) -> Response:
-    """200 while some engine takes new requests; 503 while the model loads, from SIGTERM on, and while no engine is up. `verbose`:
-    with what is known of the engines, and of the draft model, which changes no status."""
+    """200 while some engine takes new requests; 503 while the model loads, from SIGTERM on, and while no
+    engine is up. `verbose`: with what is known of the engines, and of the draft model, which changes no
+    status."""
     service.check_ready()
     engines = service.client.engines
     up = sum(engine.state == "up" for engine in engines)
@@ -157,9 +159,18 @@ async def health(service: Served, verbose: bool = False) -> Response:
     if not verbose:
         return JSON(Healthy(status))
     draft_health = service.client.stats().draft_health
-    drafting = Drafting(draft_health.state, draft_health.start, draft_health.floor, draft_health.faults_total, draft_health.reason or None)
+    drafting = Drafting(
+        draft_health.state,
+        draft_health.start,
+        draft_health.floor,
+        draft_health.faults_total,
+        draft_health.reason or None,
+    )
     ranks = service.engine_config.parallel.ranks
-    states = [EngineHealth(engine.number, engine.state, engine.restarts_total, engine.reason or None, ranks) for engine in engines]
+    states = [
+        EngineHealth(engine.number, engine.state, engine.restarts_total, engine.reason or None, ranks)
+        for engine in engines
+    ]
     return JSON(VerboseHealth(status, drafting, states))
 
 
@@ -177,11 +188,16 @@ async def version() -> Response:
 def model_object(service: Service, name: str) -> ModelObject:
     card, root = service.client.card, str(service.engine_config.model.directory.absolute())
     steps, curve = card.speculative_steps, card.synthetic_acceptance
-    return ModelObject(name, "model", service.created, "mtpserve", root, None, card.context_length, steps, curve)
+    return ModelObject(
+        name, "model", service.created, "mtpserve", root, None, card.context_length, steps, curve
+    )
 
 
 def model_for_anthropic(service: Service, name: str) -> AnthropicModel:
-    date, context = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(service.created)), service.client.card.context_length
+    date, context = (
+        strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(service.created)),
+        service.client.card.context_length,
+    )
     return AnthropicModel("model", name, name, date, context, context)
 
 
@@ -235,19 +251,31 @@ async def model_info(service: Served) -> Response:
 
 
 async def server_info(service: Served) -> Response:
-    """The launch options, those that are secret left out, with the parsers and the drafter that `auto` has chosen; and how the engine has
-    been doing."""
+    """The launch options, those that are secret left out, with the parsers and the drafter that `auto` has
+    chosen; and how the engine has been doing."""
     card, stats = service.client.card, service.client.stats()
     launched, curve = options(service.engine_config, service.server_config), card.synthetic_acceptance
-    launched |= {"tool_call_parser": service.formats.tool_calls or NONE, "reasoning_parser": service.formats.reasoning or NONE}
+    launched |= {
+        "tool_call_parser": service.formats.tool_calls or NONE,
+        "reasoning_parser": service.formats.reasoning or NONE,
+    }
     launched["speculative_algorithm"] = card.algorithm  # as in SGLang: null for plain decoding
     launched["served_model_name"] = card.name  # as SGLang has it: the first one
     counted = {name: getattr(stats, name) for name in InternalState.__struct_fields__[2:]}
     pool = stats.pages_total * card.page_size
     model = service.engine_config.model
-    state: dict[str, Any] = {"model_path": str(model.directory.absolute()), "tokenizer_path": str(model.tokenizer_directory.absolute())}
+    state: dict[str, Any] = {
+        "model_path": str(model.directory.absolute()),
+        "tokenizer_path": str(model.tokenizer_directory.absolute()),
+    }
     parallel = service.engine_config.parallel
     state |= {"dp_size": parallel.data_parallel_size, "tp_size": parallel.ranks}
-    state |= {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": curve, "kernels": card.kernels, "drafter": card.drafting}
+    state |= {
+        "version": __version__,
+        "lossy": card.lossy,
+        "synthetic_acceptance": curve,
+        "kernels": card.kernels,
+        "drafter": card.drafting,
+    }
     internal = InternalState(stats.accept_length(), pool, **counted)
     return JSON(ServerInfo(**launched, **state, max_total_num_tokens=pool, internal_states=[internal]))

@@ -1,4 +1,5 @@
-"""The routes. `create_app` is handed an engine client, a fake one in tests, and a tokenizer; it starts and stops nothing."""
+"""The routes. `create_app` is handed an engine client, a fake one in tests, and a tokenizer; it starts and
+stops nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ from mtpserve.server.openai.completions import completions
 from mtpserve.server.openai.objects import ChatObject, CompletionObject
 from mtpserve.server.openai.others import invocations, no_vectors
 from mtpserve.server.openai.responses import routes as responses
-from mtpserve.server.openai.responses.response_objects import DeletedResponse, InputTokens, ItemList, ResponseObject
+from mtpserve.server.openai.responses.response_objects import (
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ResponseObject,
+)
 from mtpserve.server.openai.responses.socket import responses_socket
 from mtpserve.server.openai.responses.store import ResponseStore
 from mtpserve.server.openapi import Server
@@ -39,7 +45,12 @@ from mtpserve.server.profile import ProfileStarted, ProfileStopped, start_profil
 from mtpserve.server.sglang.control import Aborted, Flushed, abort_request, flush_cache, health_generate
 from mtpserve.server.sglang.generate import Generated, generate
 from mtpserve.server.sglang.loads import Loads, OneLoad, get_load, loads
-from mtpserve.server.sglang.parsing import ParsedCalls, SeparatedReasoning, parse_function_call, separate_reasoning
+from mtpserve.server.sglang.parsing import (
+    ParsedCalls,
+    SeparatedReasoning,
+    parse_function_call,
+    separate_reasoning,
+)
 from mtpserve.server.spec import SpecObject, set_spec, show_spec
 from mtpserve.server.tokens import Detokenized, Tokenized, detokenize, tokenize, tokenizer_info
 from mtpserve.text.tokenizer import Tokenizer
@@ -50,7 +61,8 @@ async def metrics_text(service: Served) -> Response:
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-# What each answers: one of these, which is also what the OpenAPI document says; or a class of response where that is not JSON.
+# What each answers: one of these, which is also what the OpenAPI document says; or a class of response where
+# that is not JSON.
 ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | type[Response]], ...] = (
     ("GET", ("/",), page, HTMLResponse),
     ("GET", ("/docs",), docs, HTMLResponse),
@@ -96,7 +108,9 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
 # Of models that give vectors; they are not described.
 VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling")
 
-TAKEN = [get_type_hints(endpoint)["body"] for _, _, endpoint, _ in ROUTES if "body" in endpoint.__annotations__]
+TAKEN = [
+    get_type_hints(endpoint)["body"] for _, _, endpoint, _ in ROUTES if "body" in endpoint.__annotations__
+]
 BODIES = [(get_args(body) or (body,))[0] for body in TAKEN]  # of one that may be left out the class
 JSON_ANSWERS = [answer if isinstance(answer, tuple) else () for *_, answer in ROUTES]
 (*SCHEMAS, ERROR, ANTHROPIC_ERROR), COMPONENTS = described([*JSON_ANSWERS, (ErrorAnswer,), (AnthropicError,)])
@@ -112,26 +126,43 @@ OWN = "Server"
 EITHER = {
     "anyOf": [
         {"$ref": REFERENCE.format(name="ChatRequest")},
-        {"allOf": [{"$ref": REFERENCE.format(name="CompletionRequest")}, {"not": {"required": ["messages"]}}]},
+        {
+            "allOf": [
+                {"$ref": REFERENCE.format(name="CompletionRequest")},
+                {"not": {"required": ["messages"]}},
+            ]
+        },
     ]
 }
 EXTRA = {invocations: {"requestBody": {"content": {"application/json": {"schema": EITHER}}}}}
 
 
-def responses_of(endpoint: Callable[..., Any], path: str, schema: dict[str, Any] | None) -> dict[int | str, dict[str, Any]]:
-    """A route's part of the document. Without the errors FastAPI would describe its own, which this server never sends."""
-    error = {"content": {"application/json": {"schema": ANTHROPIC_ERROR if path.startswith(ANTHROPICS) else ERROR}}}
+def responses_of(
+    endpoint: Callable[..., Any], path: str, schema: dict[str, Any] | None
+) -> dict[int | str, dict[str, Any]]:
+    """A route's part of the document. Without the errors FastAPI would describe its own, which this server
+    never sends."""
+    error = {
+        "content": {"application/json": {"schema": ANTHROPIC_ERROR if path.startswith(ANTHROPICS) else ERROR}}
+    }
     content: dict[str, Any] = {} if schema is None else {"application/json": {"schema": schema}}
     if endpoint in STREAMING:
         content["text/event-stream"] = {}
-    return {200: {"content": content}, "4XX": {"description": "Refused"} | error, "5XX": {"description": "Failed"} | error}
+    return {
+        200: {"content": content},
+        "4XX": {"description": "Refused"} | error,
+        "5XX": {"description": "Failed"} | error,
+    }
 
 
 def create_app(
-    client: EngineClient, tokenizer: Tokenizer, engine_config: EngineConfig | None = None, server_config: ServerConfig | None = None
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    engine_config: EngineConfig | None = None,
+    server_config: ServerConfig | None = None,
 ) -> FastAPI:
-    """`app.state.service.draining` may be set later: new requests and /health then get 503. Raises ConfigError for options that do not
-    fit the tokenizer."""
+    """`app.state.service.draining` may be set later: new requests and /health then get 503. Raises
+    ConfigError for options that do not fit the tokenizer."""
     # FastAPI's own pages load scripts from elsewhere; the one at /docs does not.
     app = Server(title="mtpserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.openapi_tags = [{"name": tag} for tag in (*TAGS.values(), OWN)]
@@ -140,7 +171,9 @@ def create_app(
     app.servers = [{"url": config.root_path}] if config.root_path else []
     metrics = Metrics(client, config.dialects)
     defaults, formats = default_variables(config, tokenizer), formats_of(config, client.card, tokenizer)
-    app.state.service = Service(client, tokenizer, metrics, int(time()), engine_config or EngineConfig(), config, defaults, formats)
+    app.state.service = Service(
+        client, tokenizer, metrics, int(time()), engine_config or EngineConfig(), config, defaults, formats
+    )
     app.state.responses = ResponseStore()
     # The last one is the outermost: even a refusal has an id, and a browser may read it.
     app.add_middleware(BodyLimit, limit=config.max_request_bytes)
@@ -166,8 +199,15 @@ def create_app(
             kind = JSON if isinstance(answer, tuple) else answer
             documented = responses_of(endpoint, path, schema if kind is JSON else None)
             tag = TAGS.get(endpoint.__module__.split(".")[2], OWN)
-            more: dict[str, Any] = {"tags": [tag], "response_class": kind, "responses": documented, "openapi_extra": EXTRA.get(endpoint)}
+            more: dict[str, Any] = {
+                "tags": [tag],
+                "response_class": kind,
+                "responses": documented,
+                "openapi_extra": EXTRA.get(endpoint),
+            }
             app.add_api_route(path, endpoint, methods=[method], response_model=None, **more)
             if method == "GET":
-                app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+                app.add_api_route(
+                    path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False
+                )
     return app

@@ -1,7 +1,8 @@
-"""`serve()`: the port, the engine process, the HTTP server, and their end. Wires the parts together and holds no request logic.
+"""`serve()`: the port, the engine process, the HTTP server, and their end. Wires the parts together and holds
+no request logic.
 
-The port comes first: it is taken and answers 503 while the model loads, so that a second server fails at once and a load
-balancer sees what is going on. How it ends:
+The port comes first: it is taken and answers 503 while the model loads, so that a second server fails at once
+and a load balancer sees what is going on. How it ends:
 
     first SIGTERM or SIGINT   after `drain_delay` seconds, in which /health alone says 503, new
                               requests get 503, running ones have `drain_timeout` seconds           → 0
@@ -58,7 +59,8 @@ LAST_HEALTH_S = 1.0  # how long /health answers 503 after the engine's death
 
 
 class Gate:
-    """The ASGI app that the port answers with: 503 until the real one is there, to a browser as the page that waits for it."""
+    """The ASGI app that the port answers with: 503 until the real one is there, to a browser as the page that
+    waits for it."""
 
     def __init__(self, root_path: str) -> None:
         self.app: ASGIApp | None = None
@@ -94,11 +96,17 @@ class Signals:
 
 
 def serve(
-    engine_config: EngineConfig, server: ServerConfig, *, fetch: Fetch = lambda config: config, factory: str = DEFAULT_FACTORY
+    engine_config: EngineConfig,
+    server: ServerConfig,
+    *,
+    fetch: Fetch = lambda config: config,
+    factory: str = DEFAULT_FACTORY,
 ) -> int:
-    """Blocks until the server ends; returns the exit code. Raises MTPServeError, one line, when it cannot start.
+    """Blocks until the server ends; returns the exit code. Raises MTPServeError, one line, when it cannot
+    start.
 
-    `fetch` downloads what the configuration names by an id, when the port is taken; `factory` names the function that builds the engine.
+    `fetch` downloads what the configuration names by an id, when the port is taken; `factory` names the
+    function that builds the engine.
     """
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     for library in ("uvicorn", "httpx", "httpx2"):  # the hub's library logs its every request
@@ -106,7 +114,10 @@ def serve(
     server = with_keys(server)
     if not (server.api_key or server.ssl_ca_certs or is_loopback(server.host)):
         log.warning("listening on %s without --api-key: every client that reaches it may use it", server.host)
-    with listen(server.host, server.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        listen(server.host, server.port) as listener,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         return runner.run(Launch(fetch(engine_config), server, factory).run(listener))
 
 
@@ -140,7 +151,9 @@ class Launch:
         signals = Signals()
         progress = sys.stderr.isatty()
         meetings = meetings_of(self.engine_config)
-        client = engines_of(self.engine_config, self.server.log_level, meetings, self.factory, progress=progress)
+        client = engines_of(
+            self.engine_config, self.server.log_level, meetings, self.factory, progress=progress
+        )
         http = HTTPServer(self.http)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         grace = 0.0
@@ -179,33 +192,43 @@ class Launch:
             access_log=False,
             server_header=False,
             proxy_headers=False,  # any client may send them: the log shows the address that connected
-            timeout_keep_alive=60,  # longer than clients keep idle connections, or they would send into a closing one
+            # longer than clients keep idle connections, or they would send into a closing one
+            timeout_keep_alive=60,
             timeout_graceful_shutdown=CLOSE_S,
         )
         try:
             config.load()
         except OSError as error:  # ssl's own among them
-            raise ConfigError(f"--ssl-certfile {server.ssl_certfile}, --ssl-keyfile {server.ssl_keyfile}: {error}") from error
+            raise ConfigError(
+                f"--ssl-certfile {server.ssl_certfile}, --ssl-keyfile {server.ssl_keyfile}: {error}"
+            ) from error
         return config
 
     async def _start(self, client: Replicas, signals: Signals) -> Service | None:
-        """The tokenizer loads while the engine does, and the first failure ends both. None: a signal came first."""
+        """The tokenizer loads while the engine does, and the first failure ends both. None: a signal came
+        first."""
         loading = asyncio.gather(client.start(), asyncio.to_thread(load_tokenizer, self.engine_config.model))
         if await first(loading, signals.first.wait()) == 1:
             return None
         _, tokenizer = await loading
-        from mtpserve.server.app import create_app  # at once now: it imports what the tokenizer's thread has imported
+        # at once now: it imports what the tokenizer's thread has imported
+        from mtpserve.server.app import create_app
 
         self.gate.app = app = create_app(client, tokenizer, self.engine_config, self.server)
         service: Service = app.state.service
         return service
 
     async def _until_the_end(self, client: Replicas, signals: Signals, service: Service) -> int:
-        reporting = asyncio.create_task(report(client.stats, self.server.log_interval, client.card.synthetic_acceptance))
+        reporting = asyncio.create_task(
+            report(client.stats, self.server.log_interval, client.card.synthetic_acceptance)
+        )
         keeping = asyncio.create_task(service.history.keep())
         try:
             signalled = await first(client.wait_dead(), signals.first.wait()) == 1
-            if signalled and await first(client.wait_dead(), self._drained(client, service), signals.second.wait()) > 0:
+            if (
+                signalled
+                and await first(client.wait_dead(), self._drained(client, service), signals.second.wait()) > 0
+            ):
                 service.draining = True  # whoever asks from here on
                 return 0
             await asyncio.sleep(LAST_HEALTH_S)
@@ -215,17 +238,23 @@ class Launch:
             keeping.cancel()
 
     async def _drained(self, client: Replicas, service: Service) -> None:
-        """Routers are told first: they ask /health every few seconds, and until then send a request again to where it was refused."""
+        """Routers are told first: they ask /health every few seconds, and until then send a request again to
+        where it was refused."""
         delay, timeout = self.server.drain_delay, self.server.drain_timeout
         if delay > 0:
-            log.info("leaving: /health says 503, new requests are refused in %g s; a second signal stops at once", delay)
+            log.info(
+                "leaving: /health says 503, new requests are refused in %g s; a second signal stops at once",
+                delay,
+            )
             service.leaving = True
             await asyncio.sleep(delay)
         service.draining = True
         if client.requests == 0:
             log.info("shutting down: no request runs")
             return
-        log.info("draining: %d running requests have %g s; a second signal stops at once", client.requests, timeout)
+        log.info(
+            "draining: %d running requests have %g s; a second signal stops at once", client.requests, timeout
+        )
         await client.drain(timeout)
 
 
@@ -245,11 +274,15 @@ def engines_of(
     """Not started. `meetings`: its meetings_of."""
 
     def make(number: int, restarts: int) -> ProcessClient:
-        config = replace(engine, replica=number, meeting="" if meetings is None else f"{meetings.name}/{restarts}")
+        config = replace(
+            engine, replica=number, meeting="" if meetings is None else f"{meetings.name}/{restarts}"
+        )
         return ProcessClient(config, factory=factory, progress=progress and number == 0, log_level=log_level)
 
     parallel, seed = engine.parallel, engine.scheduler.random_seed
-    return Replicas(make, parallel.data_parallel_size, restarts=parallel.restarts, seed=seed, together=parallel.spreads)
+    return Replicas(
+        make, parallel.data_parallel_size, restarts=parallel.restarts, seed=seed, together=parallel.spreads
+    )
 
 
 def load_tokenizer(model: ModelConfig) -> Tokenizer:
@@ -263,7 +296,11 @@ def announce(listener: socket.socket, model: str, scheme: str) -> None:
     host, port = listener.getsockname()[:2]
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps({"model": model, "prompt": "import os\n", "max_tokens": 64, "stream": True})
-    print(f"mtpserve is ready: {url}\n  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+    print(
+        f"mtpserve is ready: {url}\n  curl {url}/v1/completions -H 'Content-Type: application/json' "
+        f"-d '{body}'",
+        flush=True,
+    )
 
 
 async def first(*works: Awaitable[Any]) -> int:

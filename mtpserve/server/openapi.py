@@ -1,5 +1,5 @@
-"""The OpenAPI document of a server: FastAPI's, with the bodies' schemas as pydantic has them, the answers' as their Structs do, and the
-numbers that only this server knows, such as its model's context."""
+"""The OpenAPI document of a server: FastAPI's, with the bodies' schemas as pydantic has them, the answers' as
+their Structs do, and the numbers that only this server knows, such as its model's context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ NO_ROLE: Schema = {
         "kv_transfer_params": {
             "anyOf": [
                 NULL,
-                {"type": "object", "properties": {name: {"enum": NOTHING} for name in ("do_remote_decode", "do_remote_prefill")}},
+                {
+                    "type": "object",
+                    "properties": {
+                        name: {"enum": NOTHING} for name in ("do_remote_decode", "do_remote_prefill")
+                    },
+                },
             ]
         },
     }
@@ -28,14 +33,21 @@ NO_ROLE: Schema = {
 
 
 def schemas_of(bodies: list[type[BaseModel]]) -> dict[str, Schema]:
-    """By name. FastAPI's own would be without what its records have no fields for, and have large numbers rounded."""
-    _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=REFERENCE.replace("name", "model"))
+    """By name. FastAPI's own would be without what its records have no fields for, and have large numbers
+    rounded."""
+    _, definitions = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template=REFERENCE.replace("name", "model")
+    )
     return dict(definitions.get("$defs", {}))
 
 
 def limits(service: Service) -> dict[str, Schema]:
     """What takes the place of each SERVER."""
-    card, config, max_logprobs = service.client.card, service.engine_config, service.server_config.max_logprobs
+    card, config, max_logprobs = (
+        service.client.card,
+        service.engine_config,
+        service.server_config.max_logprobs,
+    )
     return {
         "alternatives": {} if max_logprobs < 0 else {"maximum": max_logprobs},
         "token": {"maximum": card.vocab - 1},
@@ -52,7 +64,9 @@ def limits(service: Service) -> dict[str, Schema]:
 def filled(schema: Any, bounds: dict[str, Schema]) -> Any:
     """A copy with these in their places."""
     if isinstance(schema, dict):
-        return {key: filled(value, bounds) for key, value in schema.items() if key != SERVER} | bounds.get(schema.get(SERVER, ""), {})
+        return {key: filled(value, bounds) for key, value in schema.items() if key != SERVER} | bounds.get(
+            schema.get(SERVER, ""), {}
+        )
     return [filled(item, bounds) for item in schema] if isinstance(schema, list) else schema
 
 

@@ -23,7 +23,8 @@ from mtpserve.server.schema.base import Strict
 from mtpserve.server.schema.shapes import Schema
 
 FOLDERS = ("VLLM_TORCH_PROFILER_DIR", "SGLANG_TORCH_PROFILER_DIR")  # the environment variables that name one
-DEFAULT_STEPS, MAX_STEPS = 20, 200  # an eager step is some thousand events, and a hundred thousand take up to a minute to write
+# an eager step is some thousand events, and a hundred thousand take up to a minute to write
+DEFAULT_STEPS, MAX_STEPS = 20, 200
 ANSWER_S = 600.0  # a trace is written between two steps
 
 
@@ -41,7 +42,8 @@ class ProfileStopped(Rendered):
 class ProfileRequest(Strict):
     shapes: ClassVar[dict[str, Schema]] = {
         "activities": {"contains": {"enum": ["CPU", "GPU"]}},
-        "start_step": {"enum": [0]}, "profile_by_stage": {"enum": [False]}, "merge_profiles": {"enum": [False]},
+        "start_step": {"enum": [0]}, "profile_by_stage": {"enum": [False]},
+        "merge_profiles": {"enum": [False]},
     }  # fmt: skip
 
     output_dir: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -63,7 +65,8 @@ class ProfileRequest(Strict):
 
 
 async def start_profile(service: Served, body: ProfileRequest | None = None) -> Response:
-    """Begin a trace of the engines' steps. It ends at /stop_profile, or by itself after `num_steps`, 20 where nothing is said."""
+    """Begin a trace of the engines' steps. It ends at /stop_profile, or by itself after `num_steps`, 20 where
+    nothing is said."""
     service.check_alive()
     body = body or ProfileRequest()
     body.check()
@@ -85,7 +88,8 @@ async def start_profile(service: Served, body: ProfileRequest | None = None) -> 
 
 
 async def stop_profile(service: Served) -> Response:
-    """End the trace and write it: `files` names each engine's. A trace that has ended by itself is named once."""
+    """End the trace and write it: `files` names each engine's. A trace that has ended by itself is named
+    once."""
     service.check_alive()
     reports = await exchange(service, ProfileChange())
     files = [file for report in reports for file in report.files]
@@ -114,5 +118,7 @@ def folder_of(config: ServerConfig, wanted: str | None) -> Path:
     root = Path(named).resolve()
     folder = (root / wanted).resolve() if wanted else root
     if not folder.is_relative_to(root):
-        raise InvalidRequest(f"output_dir must be inside of --profile-dir {root}, got {wanted!r}", "output_dir")
+        raise InvalidRequest(
+            f"output_dir must be inside of --profile-dir {root}, got {wanted!r}", "output_dir"
+        )
     return folder

@@ -19,7 +19,8 @@ ANSWER_S = 20.0  # a step may take long
 
 
 class SpecFields(Rendered):
-    """`num_steps` is the deepest that is allowed now, `depth` the last choice. Where the depth is fixed, `fixed` says why."""
+    """`num_steps` is the deepest that is allowed now, `depth` the last choice. Where the depth is fixed,
+    `fixed` says why."""
 
     algorithm: str | None
     adaptive: bool
@@ -49,12 +50,15 @@ class SpecObject(SpecFields):
 
 
 class SpecBody(Strict):
-    """What is left out stays as it is. No other field is ignored: a wrong name would seem to have been set."""
+    """What is left out stays as it is. No other field is ignored: a wrong name would seem to have been
+    set."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     shapes: ClassVar[dict[str, Schema]] = {"num_steps": {"minimum": 0, SERVER: "steps"}}
-    rules: ClassVar[tuple[Schema, ...]] = ({"anyOf": [present("adaptive"), present("num_steps"), present("reset")]},)
+    rules: ClassVar[tuple[Schema, ...]] = (
+        {"anyOf": [present("adaptive"), present("num_steps"), present("reset")]},
+    )
 
     adaptive: bool | None = None
     num_steps: int | None = None
@@ -67,17 +71,25 @@ async def show_spec(service: Served) -> Response:
 
 
 async def set_spec(service: Served, body: SpecBody) -> Response:
-    """Whether depths are chosen, and how deep they may be, from the next step on; `reset` forgets what was learned of acceptance."""
+    """Whether depths are chosen, and how deep they may be, from the next step on; `reset` forgets what was
+    learned of acceptance."""
     service.check_alive()
     if body == SpecBody():
         raise InvalidRequest("give adaptive, num_steps or reset", "adaptive")
-    settings = next(iter((await exchange(service, SpecChange())).values()))  # what may be set is the same for all
+    # what may be set is the same for all
+    settings = next(iter((await exchange(service, SpecChange())).values()))
     if settings.fixed is not None:
         (field, value), *_ = body.model_dump(exclude_none=True).items()
         raise InvalidRequest(f"{field} cannot be set to {str(value)[:50]}: {settings.fixed}", field)
     if body.num_steps is not None and not 0 <= body.num_steps <= settings.configured:
-        raise InvalidRequest(f"num_steps must be in [0, {settings.configured}], got {str(body.num_steps)[:50]}", "num_steps")
-    return JSON(spec_object(service, await exchange(service, SpecChange(body.adaptive, body.num_steps, bool(body.reset)))))
+        raise InvalidRequest(
+            f"num_steps must be in [0, {settings.configured}], got {str(body.num_steps)[:50]}", "num_steps"
+        )
+    return JSON(
+        spec_object(
+            service, await exchange(service, SpecChange(body.adaptive, body.num_steps, bool(body.reset)))
+        )
+    )
 
 
 async def exchange(service: Service, change: SpecChange) -> dict[int, SpecReport]:

@@ -1,4 +1,5 @@
-"""POST /tokenize and /detokenize: text to tokens and back, in the fields of both peers; GET /tokenizer_info. Nothing reaches the engine."""
+"""POST /tokenize and /detokenize: text to tokens and back, in the fields of both peers; GET /tokenizer_info.
+Nothing reaches the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ class TokenizeRequest(Strict):
         one_of("prompt", "messages"),
         NOT_BOTH_ENDS,
         forms.DEMANDED,
-        {"anyOf": [present("messages"), {"properties": {name: {"enum": [None, False, "", [], {}]} for name in OF_MESSAGES}}]},
+        {
+            "anyOf": [
+                present("messages"),
+                {"properties": {name: {"enum": [None, False, "", [], {}]} for name in OF_MESSAGES}},
+            ]
+        },
     )
 
     model: str | None = None
@@ -57,7 +63,7 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     shapes: ClassVar[dict[str, Schema]] = {
-        "tokens": {"anyOf": [TOKENS, {"type": "array", "items": TOKENS, "maxItems": MAX_PROMPTS}]},
+        "tokens": {"anyOf": [TOKENS, {"type": "array", "items": TOKENS, "maxItems": MAX_PROMPTS}]}
     }
 
     model: str | None = None
@@ -96,7 +102,9 @@ async def tokenize(service: Served, body: TokenizeRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
     if body.messages is not None:
-        chat = ChatRequest.model_construct(**{name: getattr(body, name) for name in ("messages", "add_generation_prompt", *OF_MESSAGES)})
+        chat = ChatRequest.model_construct(
+            **{name: getattr(body, name) for name in ("messages", "add_generation_prompt", *OF_MESSAGES)}
+        )
         chat.check()
         written = await rendered(service, chat, asked_tools(service, chat, prompt_only=True))
         lists = [await service.encode_chat(written, special=bool(body.add_special_tokens))]
@@ -106,7 +114,10 @@ async def tokenize(service: Served, body: TokenizeRequest) -> Response:
                 raise InvalidRequest(f"{name} needs messages: a prompt has no template", name)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
         check_count(len(texts), "prompt")
-        lists = [await service.encode(text, "prompt", special=body.add_special_tokens is not False) for text in texts]
+        lists = [
+            await service.encode(text, "prompt", special=body.add_special_tokens is not False)
+            for text in texts
+        ]
     several = isinstance(body.prompt, list)
     counts = one_or_many([len(ids) for ids in lists], several)
     answer = Tokenized(one_or_many(lists, several), counts, service.client.card.context_length)
@@ -125,13 +136,18 @@ async def detokenize(service: Served, body: DetokenizeRequest) -> Response:
     for ids in lists:
         service.check_ids(ids, "tokens")
     skip = body.skip_special_tokens is not False
-    texts = [await asyncio.to_thread(service.tokenizer.decode, ids, skip_special_tokens=skip) for ids in lists]
+    texts = [
+        await asyncio.to_thread(service.tokenizer.decode, ids, skip_special_tokens=skip) for ids in lists
+    ]
     text = one_or_many(texts, several)
     return JSON(Detokenized(text, text))
 
 
 async def tokenizer_info(service: Served) -> Response:
-    """The tokenizer's configuration and the chat template, in vLLM's form, where the server is to show them; otherwise 404."""
+    """The tokenizer's configuration and the chat template, in vLLM's form, where the server is to show them;
+    otherwise 404."""
     if not service.server_config.enable_tokenizer_info_endpoint:
-        raise HTTPException(404, "not offered: the server was launched without --enable-tokenizer-info-endpoint")
+        raise HTTPException(
+            404, "not offered: the server was launched without --enable-tokenizer-info-endpoint"
+        )
     return JSON(service.tokenizer.info())

@@ -27,14 +27,18 @@ log = logging.getLogger(__name__)
 
 
 class DraftersByShape:
-    """Drafters over one draft model, made when they are asked for: none needs more room than `largest`, which the engine was built with."""
+    """Drafters over one draft model, made when they are asked for: none needs more room than `largest`, which
+    the engine was built with."""
 
-    def __init__(self, spec: SpecConfig, budget: int, passes: DraftPasses | None, largest: DraftSizes) -> None:
+    def __init__(
+        self, spec: SpecConfig, budget: int, passes: DraftPasses | None, largest: DraftSizes
+    ) -> None:
         self.spec, self.budget, self.passes, self.largest = spec, budget, passes, largest
         self.made: dict[DraftShape, Drafter] = {}
 
     def of(self, shape: DraftShape) -> Drafter:
-        """Without steps: as if no draft model had been loaded. Raises ConfigError for more than the engine was built with."""
+        """Without steps: as if no draft model had been loaded. Raises ConfigError for more than the engine
+        was built with."""
         if shape not in self.made:
             self.made[shape] = self.make(shape) if shape.steps else NullDrafter()
         return self.made[shape]
@@ -42,10 +46,15 @@ class DraftersByShape:
     def make(self, shape: DraftShape) -> Drafter:
         spec = replace(
             self.spec,
-            speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk, speculative_num_draft_tokens=shape.nodes + 1,
+            speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk,
+            speculative_num_draft_tokens=shape.nodes + 1,
         )  # fmt: skip
         sizes = draft_sizes(spec, self.budget)
-        sizes = replace(sizes, free=min(sizes.free, self.largest.free), max_deferred_tokens=self.largest.max_deferred_tokens)
+        sizes = replace(
+            sizes,
+            free=min(sizes.free, self.largest.free),
+            max_deferred_tokens=self.largest.max_deferred_tokens,
+        )
         if not self.largest.holds(sizes):
             raise ConfigError(f"{shape} drafts more than the engine was built for: {self.largest}")
         return make_drafter(spec, sizes, self.passes)
@@ -59,7 +68,9 @@ class NullDrafter:
     coupled = False
     graph_safe = True
 
-    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
+    def draft(
+        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
+    ) -> Drafts | None:
         return None
 
     def store_deferred_kv(self, batch: Batch) -> None:
@@ -67,7 +78,8 @@ class NullDrafter:
 
 
 def reduced_head(trunk: Trunk, model: DraftModel, token_map: list[int] | None) -> ReducedHead | None:
-    """Where drafting has fewer tokens than the vocabulary: by the operator's map, or because the draft model has no more."""
+    """Where drafting has fewer tokens than the vocabulary: by the operator's map, or because the draft model
+    has no more."""
     model_tokens = model.tokens
     if model_tokens is not None:
         return ReducedHead(model_tokens, trunk.arch.vocab, model.logits)
@@ -85,8 +97,9 @@ def make_draft_model(spec: SpecConfig, trunk: Trunk) -> DraftModel | None:
 
 
 def make_drafter(spec: SpecConfig, sizes: DraftSizes, passes: DraftPasses | None) -> Drafter:
-    """A chain from one draft model alone is sampled and verified by rejection with its q, which accepts most; together with other sources,
-    and in a tree, drafts are point masses coupled to the target's noise (spec/verify/accept). `passes` None: no model drafts."""
+    """A chain from one draft model alone is sampled and verified by rejection with its q, which accepts most;
+    together with other sources, and in a tree, drafts are point masses coupled to the target's noise
+    (spec/verify/accept). `passes` None: no model drafts."""
     if spec.steps == 0:
         # A draft model's KV is still filled, as it is when a request or the load turns drafting off.
         return NullDrafter() if passes is None else ChainDrafter(passes, sizes)

@@ -1,5 +1,6 @@
-"""Verification, proposals and chains of them by the kernels for CPUs, each in one call. Verification reads only the rows of nodes that
-decide something; a proposal reads its row once for the largest and, if it is drawn, twice more."""
+"""Verification, proposals and chains of them by the kernels for CPUs, each in one call. Verification reads
+only the rows of nodes that decide something; a proposal reads its row once for the largest and, if it is
+drawn, twice more."""
 
 from __future__ import annotations
 
@@ -49,22 +50,42 @@ class DescribedChain:
     group: int = 0  # of the pages that its rows are stored in
 
 
-def draft_chain(passes: DraftPasses, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, steps: int) -> tuple[Tensor, Tensor | None]:
-    """spec.passes.DraftChain. Chains of other draft models, and those of requests with rules, are drafted one by one."""
+def draft_chain(
+    passes: DraftPasses, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, steps: int
+) -> tuple[Tensor, Tensor | None]:
+    """spec.passes.DraftChain. Chains of other draft models, and those of requests with rules, are drafted one
+    by one."""
     chain_info: DescribedChain | None = passes.described
     if chain_info is None or chain_info.model is not passes.model:
         chain_info = passes.described = described(passes)
     sampler, req_tensors, features = batch.sampler, batch.req_tensors, hidden.features
     if chain_info.chain is None or features is None or sampler.has_rules:
         return one_by_one(passes, batch, hidden, verify_output, steps)
-    rows, last, req_indices = passes.after(batch, features), passes.last(batch, verify_output), batch.drafted(batch.req_indices)
-    step_rows = chain.StepRows(rows.input_ids, rows.token_indices, rows.slot_mapping, rows.req_indices, rows.query_start_loc, rows.seq_lens)
+    rows, last, req_indices = (
+        passes.after(batch, features),
+        passes.last(batch, verify_output),
+        batch.drafted(batch.req_indices),
+    )
+    step_rows = chain.StepRows(
+        rows.input_ids,
+        rows.token_indices,
+        rows.slot_mapping,
+        rows.req_indices,
+        rows.query_start_loc,
+        rows.seq_lens,
+    )
     cuts, sampling = sampler.parameters, None
     if not sampler.all_greedy:
         of_each = None if sampler.all_coupled else cuts.coupled
         sampling = sampling_of(cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, of_each)
     PULSE.beat()
-    where = last, passes.splits(rows, last), req_indices, req_tensors.num_tokens, req_tensors.block_tables[chain_info.group]
+    where = (
+        last,
+        passes.splits(rows, last),
+        req_indices,
+        req_tensors.num_tokens,
+        req_tensors.block_tables[chain_info.group],
+    )
     drawn = not sampler.all_greedy and not sampler.all_coupled
     return chain.drafts(chain_info.chain, steps, step_rows, features, *where, sampling, drawn)
 
@@ -72,16 +93,25 @@ def draft_chain(passes: DraftPasses, batch: Batch, hidden: Hidden, verify_output
 def described(passes: DraftPasses) -> DescribedChain:
     model, attention = passes.model, passes.attention
     none = DescribedChain(model, None)
-    if not isinstance(model, MTPHead) or not isinstance(attention, CPUAttention) or passes.reduced is not None:
+    if (
+        not isinstance(model, MTPHead)
+        or not isinstance(attention, CPUAttention)
+        or passes.reduced is not None
+    ):
         return none
     layer, product, trunk = model.run_layer, model.product, model.borrowed[0]
-    if not isinstance(layer, FusedStack) or layer.stack.ranks is not None or not isinstance(layer.embed, Embedding):
+    if (
+        not isinstance(layer, FusedStack)
+        or layer.stack.ranks is not None
+        or not isinstance(layer.embed, Embedding)
+    ):
         return none
     table, rope = layer.embed.table, trunk.rope
     if table is None or not isinstance(product, Linear) or not isinstance(product.packed, PanelMatrix):
         return none
     cpu_chain = chain.chain_of(
-        layer.stack.described, contexts_of(attention.stores), layer.described, table, layer.stack.last, product.packed.matrix, rope.cos,
+        layer.stack.described, contexts_of(attention.stores), layer.described, table, layer.stack.last,
+        product.packed.matrix, rope.cos,
         rope.sin, rope.interleaved, attention.layouts[0], model.arch.recycle == "post",
     )  # fmt: skip
     assert cpu_chain.vocab == trunk.arch.vocab

@@ -1,4 +1,5 @@
-"""Requests that are not to be drafted for: how to say so to a server of ours and to the offline engine, and whether it matters."""
+"""Requests that are not to be drafted for: how to say so to a server of ours and to the offline engine, and
+whether it matters."""
 
 from __future__ import annotations
 

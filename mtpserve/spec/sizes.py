@@ -7,7 +7,8 @@ from mtpserve.config.drafters import BLOCKS
 from mtpserve.core.draft_sizes import DraftSizes
 
 DEFERRED = 64  # rows of a request that are absorbed at once, where nothing is drafted
-FREE_DRAFTS = 8  # drafts per request in addition to the algorithm's: what a grammar forces, or a client predicts
+# drafts per request in addition to the algorithm's: what a grammar forces, or a client predicts
+FREE_DRAFTS = 8
 
 
 def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:
@@ -18,7 +19,9 @@ def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:
         steps=spec.steps,
         num_proposed=spec.nodes,
         # A tree's frontiers, topk nodes each, occupy consecutive slots.
-        written=max(spec.nodes, spec.topk * (spec.steps - 1), spec.steps + 1 if spec.drafter in BLOCKS else 0),
+        written=max(
+            spec.nodes, spec.topk * (spec.steps - 1), spec.steps + 1 if spec.drafter in BLOCKS else 0
+        ),
         free=min(FREE_DRAFTS, max(budget - spec.nodes - 1, 0)),
         always_free=spec.drafter is not None and spec.ngram,
         trees=spec.topk > 1,
@@ -27,6 +30,6 @@ def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:
 
 
 def coupled(spec: SpecConfig) -> bool:
-    """Whether all drafts are point masses coupled to the target's noise. A chain from one draft model alone is instead sampled and
-    verified by rejection, which accepts more."""
+    """Whether all drafts are point masses coupled to the target's noise. A chain from one draft model alone
+    is instead sampled and verified by rejection, which accepts more."""
     return spec.steps > 0 and (spec.topk > 1 or spec.ngram or spec.lossy)

@@ -16,7 +16,8 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
     assert thresholds.lossless
     cuts = batch.sampler.parameters
     tokens, accepted, path, failed = accept(
-        *kernel_inputs(logits, batch, batch.input_ids, depth), sample_rows=batch.sample_rows, all_greedy=batch.sampler.all_greedy,
+        *kernel_inputs(logits, batch, batch.input_ids, depth), sample_rows=batch.sample_rows,
+        all_greedy=batch.sampler.all_greedy,
         any_top_k=cuts.any_top_k, any_top_p=cuts.any_top_p, any_min_p=cuts.any_min_p,
     )  # fmt: skip
     return Decision(tokens, accepted, None if batch.tree is None else path, failed)
@@ -29,5 +30,6 @@ def propose(logits: Tensor, req_indices: Tensor, index: Tensor, sampler: Sampler
     cuts = sampler.parameters
     return draw(
         logits, req_indices, index, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed,
-        None if sampler.all_coupled else cuts.coupled, q, any_top_k=cuts.any_top_k, any_top_p=cuts.any_top_p, any_min_p=cuts.any_min_p,
+        None if sampler.all_coupled else cuts.coupled, q, any_top_k=cuts.any_top_k, any_top_p=cuts.any_top_p,
+        any_min_p=cuts.any_min_p,
     )  # fmt: skip

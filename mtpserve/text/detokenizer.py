@@ -1,7 +1,9 @@
-"""Tokens to text while they arrive. Decides where stop strings and stop tokens end the text; independent of HTTP.
+"""Tokens to text while they arrive. Decides where stop strings and stop tokens end the text; independent of
+HTTP.
 
-A step of the engine yields a list of tokens, and a stop string may end in the middle of it. Each token is therefore decoded by
-itself, and tokens after the one that completes a stop string are neither shown nor counted.
+A step of the engine yields a list of tokens, and a stop string may end in the middle of it. Each token is
+therefore decoded by itself, and tokens after the one that completes a stop string are neither shown nor
+counted.
 
     "…text that was returned" │ "text that may become a stop string" │ tokens that end inside a character
                               └────── held back: self._text ────────┘ └──── held back: self._pending ────┘
@@ -17,9 +19,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from mtpserve.core.sampling import SamplingParams
 
 REPLACEMENT = "\ufffd"  # what an incomplete or broken UTF-8 sequence decodes to
-MAX_PENDING = 16  # tokens; a character has at most four bytes, so this many tokens without a whole character are broken output
+# tokens; a character has at most four bytes, so this many tokens without a whole character are broken output
+MAX_PENDING = 16
 CONTEXT = 4  # earlier tokens that can change how a token decodes
-MAX_CONTEXT = 8  # tokens; it grows up to so many, and is then cut to the last CONTEXT, which costs a decoding of its own
+# tokens; it grows up to so many, and is then cut to the last CONTEXT, which costs a decoding of its own
+MAX_CONTEXT = 8
 
 
 class TextDelta(NamedTuple):
@@ -36,15 +40,25 @@ class DecodedContext(NamedTuple):
 
 
 class Detokenizer:
-    """One request's output. `eos_ids` are the model's; the request's own stop tokens and strings come with `sampling`.
+    """One request's output. `eos_ids` are the model's; the request's own stop tokens and strings come with
+    `sampling`.
 
-    The last tokens of `prompt` are decoded with the output and cut off again: some tokenizers drop a space before the very first token.
+    The last tokens of `prompt` are decoded with the output and cut off again: some tokenizers drop a space
+    before the very first token.
     """
 
-    def __init__(self, tokenizer: FastTokenizer, sampling: SamplingParams, eos_ids: Iterable[int] = (), prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: FastTokenizer,
+        sampling: SamplingParams,
+        eos_ids: Iterable[int] = (),
+        prompt: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
+        self._stop_ids = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else frozenset(eos_ids)
+        )
         self._skip_special = sampling.skip_special_tokens
         self._text = ""
         self._context = self._context_of(list(prompt[-CONTEXT:]))
@@ -81,13 +95,16 @@ class Detokenizer:
         self._stopped = True
         return text
 
-    # -- tokens to characters -------------------------------------------------------------------------------------------------
+    # -- tokens to characters --------------------------------------------------------------------------------
 
     def _take(self, tokens: list[int]) -> bool:
-        """Decodes all of them together, unless that takes a look at each: where they end inside a character, or complete a stop string."""
+        """Decodes all of them together, unless that takes a look at each: where they end inside a character,
+        or complete a stop string."""
         context, stops = self._context, self._sampling.stop
         pending = self._pending + tokens if self._pending else tokens
-        text = self._tokenizer.decode(context.tokens + pending, skip_special_tokens=self._skip_special)[len(context.text) :]
+        text = self._tokenizer.decode(context.tokens + pending, skip_special_tokens=self._skip_special)[
+            len(context.text) :
+        ]
         if text.endswith(REPLACEMENT):
             return False
         held = self._text + text if self._text else text
@@ -109,7 +126,9 @@ class Detokenizer:
     def _complete(self, tokens: list[int], text: str) -> None:
         """They end with a whole character: no later one changes their text."""
         self._pending = []
-        if not text:  # tokens without text (special ones) are no context: a space after them would be dropped as the text's first
+        # tokens without text (special ones) are no context: a space after them would be dropped as the text's
+        # first
+        if not text:
             return
         self._context = DecodedContext(self._context.tokens + tokens, self._context.text + text)
         if len(self._context.tokens) > MAX_CONTEXT:
@@ -132,8 +151,9 @@ class Detokenizer:
         return text
 
     def _give_up_on_some(self, whole: str) -> str:
-        """Broken output never completes a character and must not be decoded again with every token. Returns the text of all but the
-        last tokens, cut between two characters: where the two parts decode to the same text alone as together."""
+        """Broken output never completes a character and must not be decoded again with every token. Returns
+        the text of all but the last tokens, cut between two characters: where the two parts decode to the
+        same text alone as together."""
         for cut in range(len(self._pending) - 1, len(self._pending) - 5, -1):
             head = self._between(self._context, self._pending[:cut])
             if head + self._plain(self._pending[cut:]) == whole:
@@ -141,10 +161,11 @@ class Detokenizer:
                 return head
         return ""
 
-    # -- stopping -------------------------------------------------------------------------------------------------------------
+    # -- stopping --------------------------------------------------------------------------------------------
 
     def _last(self, token: int) -> str:
-        """The text that is still held back when a stop token ends the request; with the token's own text if `include_stop`."""
+        """The text that is still held back when a stop token ends the request; with the token's own text if
+        `include_stop`."""
         self._text += self._flush()
         if self._sampling.include_stop:
             self._text += self._between(self._context, [token])

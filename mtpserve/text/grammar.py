@@ -1,15 +1,19 @@
-"""Constrained output: masks over tokens from grammars. A thin wrapper around llguidance; it samples nothing and sees no logits.
+"""Constrained output: masks over tokens from grammars. A thin wrapper around llguidance; it samples nothing
+and sees no logits.
 
-llguidance and not xgrammar: it is one wheel without dependencies, while xgrammar depends on torch and a compiler's runtime; and its
-matcher can take back any number of tokens, so that several continuations can be tried from one state.
+llguidance and not xgrammar: it is one wheel without dependencies, while xgrammar depends on torch and a
+compiler's runtime; and its matcher can take back any number of tokens, so that several continuations can be
+tried from one state.
 
-JSON is written on one line, with one space after each colon and comma: with the free whitespace that JSON allows, a model that samples
-can fill its whole budget with blanks, and no token between two values is ever forced.
+JSON is written on one line, with one space after each colon and comma: with the free whitespace that JSON
+allows, a model that samples can fill its whole budget with blanks, and no token between two values is ever
+forced.
 
-Clients write grammars, and two kinds of them are not covered by llguidance's limits: it recurses, so that a chain of a thousand `$ref`s
-overflows an ordinary stack and ends the process, and a few characters (`multipleOf`) can compile for minutes. So each grammar is
-compiled in its own thread, with a deadline and with a stack large enough for the longest source that is accepted.
-Compiled grammars are not cached: copies of a matcher share its lexer and its limits, so one request could exhaust another's.
+Clients write grammars, and two kinds of them are not covered by llguidance's limits: it recurses, so that a
+chain of a thousand `$ref`s overflows an ordinary stack and ends the process, and a few characters
+(`multipleOf`) can compile for minutes. So each grammar is compiled in its own thread, with a deadline and
+with a stack large enough for the longest source that is accepted. Compiled grammars are not cached: copies of
+a matcher share its lexer and its limits, so one request could exhaust another's.
 """
 
 from __future__ import annotations
@@ -43,14 +47,15 @@ STACK_BYTES = 512 << 20  # address space, not memory: enough for the deepest cha
 MAX_SOURCE = {"regex": 64 << 10, "ebnf": 64 << 10}
 MAX_JSON_SOURCE = 256 << 10
 
-REASONS = {"NoExtensionBias": "nothing fits it: it refers to itself before anything is written"}  # the library's errors, for users
+# the library's errors, for users
+REASONS = {"NoExtensionBias": "nothing fits it: it refers to itself before anything is written"}
 
 Row = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class LLGuidanceCompiler:
-    """core.protocols.GrammarCompiler. `tokenizer` is a directory or a GGUF file. `vocab` is the model's: tokens that the tokenizer does
-    not know are never allowed.
+    """core.protocols.GrammarCompiler. `tokenizer` is a directory or a GGUF file. `vocab` is the model's:
+    tokens that the tokenizer does not know are never allowed.
 
     Raises LoadError for a tokenizer that llguidance cannot use.
     """
@@ -69,13 +74,21 @@ class LLGuidanceCompiler:
         self._starting = threading.Lock()  # the size of stacks is the whole process's
 
     def compile(self, spec: GrammarSpec) -> GrammarMatcher:
-        """Raises InvalidRequest with the field and the reason; EngineBusy while grammars of other requests hold up the compiler."""
+        """Raises InvalidRequest with the field and the reason; EngineBusy while grammars of other requests
+        hold up the compiler."""
         field = spec.field or FIELDS.get(spec.kind, spec.kind)
         longest = MAX_SOURCE.get(spec.kind, MAX_JSON_SOURCE)
-        if len(spec.text) > longest and spec.kind != "choice":  # a list of choices is flat, however long it is
-            raise InvalidRequest(f"{field}: {spec.kind} has {len(spec.text)} characters, at most {longest} are compiled", field)
+        # a list of choices is flat, however long it is
+        if len(spec.text) > longest and spec.kind != "choice":
+            raise InvalidRequest(
+                f"{field}: {spec.kind} has {len(spec.text)} characters, at most {longest} are compiled", field
+            )
         if len(spec.instead) > MAX_JSON_SOURCE:
-            raise InvalidRequest(f"tools make a grammar of {len(spec.instead)} characters, at most {MAX_JSON_SOURCE} are compiled", "tools")
+            raise InvalidRequest(
+                f"tools make a grammar of {len(spec.instead)} characters, at most {MAX_JSON_SOURCE} "
+                f"are compiled",
+                "tools",
+            )
         results: list[LLMatcher | str] = []
         self._run(lambda: results.append(self._made(spec)))
         # Read once: an abandoned thread may still append.
@@ -104,13 +117,15 @@ class LLGuidanceCompiler:
         """A matcher, or the reason why there is none."""
         try:
             matcher = LLMatcher(self._tokenizer, source(spec), log_level=0, limits=LIMITS)
-            # That a grammar fits nothing, begins with itself or exceeds the limits may show only with the first mask.
+            # That a grammar fits nothing, begins with itself or exceeds the limits may show only with the
+            # first mask.
             starts = b"" if matcher.is_error() else matcher.compute_bitmask()
             reasons = (str(matcher.stop_reason()), str(matcher.get_error())) if matcher.is_error() else ()
             if reasons and not any(reason.startswith("NoExtension") for reason in reasons):
                 return REASONS.get(one_line(reasons[1]), reasons[1])
             return matcher if any(starts) and not reasons else "nothing fits it"
-        except BaseException as error:  # a Rust panic is not an Exception; the error ends this request and no other
+        # a Rust panic is not an Exception; the error ends this request and no other
+        except BaseException as error:
             return str(error) or type(error).__name__
 
 
@@ -119,7 +134,8 @@ def one_line(text: str) -> str:
 
 
 class GrammarMatcher:
-    """core.protocols.grammars.Grammar: the state after the committed output. Paths are tried from there and taken back."""
+    """core.protocols.grammars.Grammar: the state after the committed output. Paths are tried from there and
+    taken back."""
 
     def __init__(self, matcher: LLMatcher, vocab: int, eos_ids: Sequence[int]) -> None:
         self._matcher, self._vocab = matcher, vocab
@@ -128,12 +144,13 @@ class GrammarMatcher:
 
     @property
     def failure(self) -> str | None:
-        """The error if this grammar exceeded the library's limits. From then on only the end of the text is allowed and every commit is
-        accepted: the step is shared with other requests and must not fail."""
+        """The error if this grammar exceeded the library's limits. From then on only the end of the text is
+        allowed and every commit is accepted: the step is shared with other requests and must not fail."""
         return one_line(self._matcher.get_error()) if self._matcher.is_error() else None
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Advances by tokens that were added to the output. Raises ValueError for tokens that are not allowed, and does not advance."""
+        """Advances by tokens that were added to the output. Raises ValueError for tokens that are not
+        allowed, and does not advance."""
         taken = self._take(tokens)
         if taken is None and not self._matcher.is_error():
             raise ValueError(f"the grammar does not allow {list(tokens)} here")
@@ -145,7 +162,8 @@ class GrammarMatcher:
         return not self._matcher.is_error() and (self._ended or bool(self._matcher.is_accepting()))
 
     def masks(self, paths: Sequence[Sequence[int]], rows: Row) -> list[bool]:
-        """See core.protocols.grammars.Grammar. One path at a time: walking it is cheap compared with filling its row."""
+        """See core.protocols.grammars.Grammar. One path at a time: walking it is cheap compared with filling
+        its row."""
         return [self.mask(path, row) for path, row in zip(paths, rows, strict=True)]
 
     def mask(self, path: Sequence[int], row: Row) -> bool:
@@ -170,7 +188,11 @@ class GrammarMatcher:
         taken = self._take(path)
         if taken is None:
             return []
-        tokens = [] if self._stopped(path) or self._matcher.is_accepting() else self._matcher.compute_ff_tokens()[:limit]
+        tokens = (
+            []
+            if self._stopped(path) or self._matcher.is_accepting()
+            else self._matcher.compute_ff_tokens()[:limit]
+        )
         self._back(taken)
         return tokens
 
@@ -178,10 +200,15 @@ class GrammarMatcher:
         return self._ended or self._matcher.is_stopped() or any(token in self._eos for token in path)
 
     def _take(self, tokens: Sequence[int]) -> int | None:
-        """Advances by `tokens` → how many the matcher consumed; None if they are not allowed: then it does not advance."""
+        """Advances by `tokens` → how many the matcher consumed; None if they are not allowed: then it does
+        not advance."""
         body = list(takewhile(lambda token: token not in self._eos, tokens))
         rest = tokens[len(body) :]
-        if self._matcher.is_error() or (self._ended and body) or any(token not in self._eos for token in rest):
+        if (
+            self._matcher.is_error()
+            or (self._ended and body)
+            or any(token not in self._eos for token in rest)
+        ):
             return None
         taken = self._matcher.try_consume_tokens(body)
         if self._matcher.is_error():

@@ -1,4 +1,5 @@
-"""Translates the grammars that clients send into llguidance's language. Errors in them may show only when they are compiled."""
+"""Translates the grammars that clients send into llguidance's language. Errors in them may show only when
+they are compiled."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ def source(spec: GrammarSpec) -> str:
 
 
 def check_multiples(grammar: str) -> None:
-    """For `multipleOf` llguidance makes one state per remainder; for several of them, one per remainder of their least common multiple;
-    and these again for each `$ref`. Its own limits do not bound them. Trailing zeros add no states. Raises ValueError."""
+    """For `multipleOf` llguidance makes one state per remainder; for several of them, one per remainder of
+    their least common multiple; and these again for each `$ref`. Its own limits do not bound them. Trailing
+    zeros add no states. Raises ValueError."""
     plain = ESCAPE.sub(lambda match: chr(int(match[1], 16)), grammar)
     multiples = MULTIPLE.findall(plain)
     together, places = 1, len(multiples) + plain.count("$ref")
@@ -42,9 +44,16 @@ def check_multiples(grammar: str) -> None:
 
 def around(spec: GrammarSpec, grammar: str) -> str:
     """The grammar with the spec's `front` and `lead` before it, and its `instead` as an alternative to it."""
-    first, *others = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
-    start = f"start: {'front' if spec.front else ''} ({'calls | ' if spec.instead else ''}{spec.lead} @body)\n{spec.front}{spec.instead}"
-    return json.dumps({"grammars": [{"lark_grammar": start}, {**first, "name": "body"}, *others]}, ensure_ascii=False)
+    first, *others = (
+        json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    )
+    start = (
+        f"start: {'front' if spec.front else ''} ({'calls | ' if spec.instead else ''}{spec.lead} "
+        f"@body)\n{spec.front}{spec.instead}"
+    )
+    return json.dumps(
+        {"grammars": [{"lark_grammar": start}, {**first, "name": "body"}, *others]}, ensure_ascii=False
+    )
 
 
 def body(spec: GrammarSpec) -> str:
@@ -61,9 +70,14 @@ def body(spec: GrammarSpec) -> str:
         return json_grammar(schema if isinstance(schema, dict) else {})
     if spec.kind == "choice":
         choices = json.loads(spec.text)
-        if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        if (
+            not isinstance(choices, list)
+            or not choices
+            or not all(isinstance(choice, str) and choice for choice in choices)
+        ):
             raise ValueError("choices are a list of strings, none of them empty, at least one")
-        # One terminal, not one rule per choice: two thousand rules exceed the parser's limits. Escaped for Lark and for the regex.
+        # One terminal, not one rule per choice: two thousand rules exceed the parser's limits. Escaped for
+        # Lark and for the regex.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: /" + "|".join(map(literal, choices)) + "/")
     if spec.kind == "structural_tag":
         return structural_grammar(json.loads(spec.text))
@@ -77,7 +91,9 @@ def body(spec: GrammarSpec) -> str:
 
 def literal(text: str) -> str:
     """A regular expression that matches `text`."""
-    return "".join(letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
+    return "".join(
+        letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text
+    )
 
 
 def json_grammar(schema: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""A request's texts as tokens, and the Request that the engine gets: for the server and the offline engine alike."""
+"""A request's texts as tokens, and the Request that the engine gets: for the server and the offline engine
+alike."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from mtpserve.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """The texts in sampling parameters, as tokens. All requests with the same parameters share one: a prediction may be long."""
+    """The texts in sampling parameters, as tokens. All requests with the same parameters share one: a
+    prediction may be long."""
 
     bad_words: list[list[int]]
     prediction: list[int]
@@ -30,23 +32,30 @@ def spelling_of(tokenizer: Tokenizer, sampling: SamplingParams) -> Spelling:
     )
 
 
-def request_of(spelling: Spelling, id: str, prompt: list[int], sampling: SamplingParams, salt: str = "") -> Request:
+def request_of(
+    spelling: Spelling, id: str, prompt: list[int], sampling: SamplingParams, salt: str = ""
+) -> Request:
     return Request(id, prompt, sampling, spelling.bad_words, spelling.prediction, salt)
 
 
 def check_text(text: str, field: str) -> None:
-    """Raises InvalidRequest: JSON can contain half a surrogate pair, which is not a character and cannot be encoded."""
+    """Raises InvalidRequest: JSON can contain half a surrogate pair, which is not a character and cannot be
+    encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{field} is not valid Unicode: {text[error.start]!a} at position {error.start}", field) from error
+        raise InvalidRequest(
+            f"{field} is not valid Unicode: {text[error.start]!a} at position {error.start}", field
+        ) from error
 
 
 def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Each word encoded with and without a space before it: these are different tokens, and both are banned however the client wrote it."""
+    """Each word encoded with and without a space before it: these are different tokens, and both are banned
+    however the client wrote it."""
     encoded: list[list[int]] = []
     for word in words:
-        # A blank word is kept as it is: a request that bans a line break, or two spaces, does not ban the single space.
+        # A blank word is kept as it is: a request that bans a line break, or two spaces, does not ban the
+        # single space.
         bare = word.removeprefix(" ") if word.strip() else word
         for text in (bare, " " + bare):
             ids = tokenizer.encode(text, special=False)

@@ -1,7 +1,9 @@
-"""Structural tags: free text in which certain beginnings must be followed by JSON of a certain schema, as tool calls are written.
+"""Structural tags: free text in which certain beginnings must be followed by JSON of a certain schema, as
+tool calls are written.
 
-Both layouts that clients of SGLang and vLLM use are accepted: the older `structures` with `triggers`, and `format` with
-`triggered_tags`, `tag`, `json_schema`, `const_string`, `any_text`, `sequence` and `or`. Other kinds are refused by name.
+Both layouts that clients of SGLang and vLLM use are accepted: the older `structures` with `triggers`, and
+`format` with `triggered_tags`, `tag`, `json_schema`, `const_string`, `any_text`, `sequence` and `or`. Other
+kinds are refused by name.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ def structural_grammar(body: Any) -> str:
         raise ValueError("a structural tag is an object")
     if "structures" in body:
         tags = [
-            (structure.get("begin", ""), structure.get("schema", {}), structure.get("end", "")) for structure in listed(body, "structures")
+            (structure.get("begin", ""), structure.get("schema", {}), structure.get("end", ""))
+            for structure in listed(body, "structures")
         ]
         return triggered(tags, [str(trigger) for trigger in listed(body, "triggers")])
     if isinstance(body.get("format"), dict):
         format = body["format"]
         if format.get("type") == "triggered_tags":
-            tags = [(tag.get("begin", ""), schema_of(tag.get("content")), tag.get("end", "")) for tag in listed(format, "tags")]
+            tags = [
+                (tag.get("begin", ""), schema_of(tag.get("content")), tag.get("end", ""))
+                for tag in listed(format, "tags")
+            ]
             return triggered(tags, [str(trigger) for trigger in listed(format, "triggers")])
         return "%llguidance {}\nstart: " + element(format)
     raise ValueError("a structural tag has `structures` and `triggers`, or a `format`")

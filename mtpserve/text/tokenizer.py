@@ -1,6 +1,8 @@
-"""The model's tokenizer and chat template. A thin wrapper around transformers' fast tokenizer; no incremental decoding here.
+"""The model's tokenizer and chat template. A thin wrapper around transformers' fast tokenizer; no incremental
+decoding here.
 
-In a plain prompt the text of a special token encodes to that token. In a client's chat messages it stays text: see control.py.
+In a plain prompt the text of a special token encodes to that token. In a client's chat messages it stays
+text: see control.py.
 """
 
 from __future__ import annotations
@@ -27,23 +29,33 @@ from mtpserve.core.gguf import SUFFIX
 from mtpserve.text import gguf
 from mtpserve.text.control import ControlTokens, RenderedChat, marked
 
-# Parameters of the renderer, with which a request could choose the template itself or call the tokenizer; the variables that the
-# renderer sets; and the functions that templates call.
+# Parameters of the renderer, with which a request could choose the template itself or call the tokenizer; the
+# variables that the renderer sets; and the functions that templates call.
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
     "messages", "raise_exception", "strftime_now", "range", "namespace", "dict", "lipsum", "cycler", "joiner",
 }  # fmt: skip
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-BYTES: dict[str, int] = {letter: byte for byte, letter in bytes_to_unicode().items()}  # letter → byte in byte-level vocabularies (GPT-2's)
+# letter → byte in byte-level vocabularies (GPT-2's)
+BYTES: dict[str, int] = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 Arranged = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], list[dict[str, Any]]]
 
 
 class Tokenizer:
-    """`defaults` are the sampling parameters that the model's makers recommend, from its generation_config.json or its GGUF file."""
+    """`defaults` are the sampling parameters that the model's makers recommend, from its
+    generation_config.json or its GGUF file."""
 
-    def __init__(self, directory: str | Path, numbers: bool = False, *, chat_template: str | None = None, recommends: bool = True) -> None:
-        """`directory`, or a GGUF file. `numbers`: the directory has no tokenizer, and text is token ids separated by blanks.
-        `chat_template`: a file that replaces the model's own. `recommends` False: `defaults` is empty."""
+    def __init__(
+        self,
+        directory: str | Path,
+        numbers: bool = False,
+        *,
+        chat_template: str | None = None,
+        recommends: bool = True,
+    ) -> None:
+        """`directory`, or a GGUF file. `numbers`: the directory has no tokenizer, and text is token ids
+        separated by blanks. `chat_template`: a file that replaces the model's own. `recommends` False:
+        `defaults` is empty."""
         self.directory = Path(directory)
         self._tokenizer: Any = (number_tokenizer if numbers else loaded)(self.directory)
         if chat_template is not None:
@@ -53,9 +65,11 @@ class Tokenizer:
         added = self.fast.get_added_tokens_decoder()
         self._added: dict[int, bytes] = {id: token.content.encode() for id, token in added.items()}
         self._marker_ids = {token.content: id for id, token in added.items()}
-        self.hidden_ids = frozenset(id for id, token in added.items() if token.special)  # not shown where special tokens are skipped
+        # not shown where special tokens are skipped
+        self.hidden_ids = frozenset(id for id, token in added.items() if token.special)
         self._control = ControlTokens(self.fast)
-        space = self.fast.token_to_id("Ġ")  # byte-level vocabularies have a token for each byte; this is the space's
+        # byte-level vocabularies have a token for each byte; this is the space's
+        space = self.fast.token_to_id("Ġ")
         self._byte_level = space is not None and self.decode([space]) == " "
 
     @property
@@ -71,8 +85,13 @@ class Tokenizer:
         return self._marker_ids.get(text)
 
     def info(self) -> dict[str, Any]:
-        """What its configuration says, tokens as their texts, with the template in use; without the files that it was read from."""
-        said = {name: plain(value) for name, value in self._tokenizer.init_kwargs.items() if not name.endswith("_file")}
+        """What its configuration says, tokens as their texts, with the template in use; without the files
+        that it was read from."""
+        said = {
+            name: plain(value)
+            for name, value in self._tokenizer.init_kwargs.items()
+            if not name.endswith("_file")
+        }
         named = {"tokenizer_class": "PreTrainedTokenizerFast"} | said
         return named | {"chat_template": self._tokenizer.chat_template}
 
@@ -96,9 +115,13 @@ class Tokenizer:
         return ids
 
     def encode_chat(self, chat: RenderedChat, *, special: bool = False) -> list[int]:
-        """Only the template's own control tokens are encoded as such. Raises InvalidRequest if one in the client's text has no other
-        encoding."""
-        return self._control.encode(chat, special=special) if chat.spellings else self.encode(chat.marked, special=special)
+        """Only the template's own control tokens are encoded as such. Raises InvalidRequest if one in the
+        client's text has no other encoding."""
+        return (
+            self._control.encode(chat, special=special)
+            if chat.spellings
+            else self.encode(chat.marked, special=special)
+        )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -112,7 +135,11 @@ class Tokenizer:
         if spelled is None:  # models pad their vocabulary
             return b""
         if self._byte_level:
-            return bytes(BYTES[letter] for letter in spelled) if BYTES.keys() >= set(spelled) else spelled.encode()
+            return (
+                bytes(BYTES[letter] for letter in spelled)
+                if BYTES.keys() >= set(spelled)
+                else spelled.encode()
+            )
         if len(spelled) == 6 and spelled.startswith("<0x"):
             return bytes([int(spelled[3:5], 16)])
         return spelled.replace("▁", " ").encode()
@@ -140,15 +167,21 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         arranged: Arranged | None = None,
     ) -> RenderedChat:
-        """Renders the model's template in Jinja's immutable sandbox. Raises InvalidRequest when there is none or when it fails.
+        """Renders the model's template in Jinja's immutable sandbox. Raises InvalidRequest when there is none
+        or when it fails.
 
-        `variables` are set in the template; those that the library itself reads are not allowed. With `continue_final_message` the text
-        ends where the last message does. `arranged` turns messages and tools into what the template needs; control tokens in what it
-        adds are encoded as such, unlike those in the client's text.
+        `variables` are set in the template; those that the library itself reads are not allowed. With
+        `continue_final_message` the text ends where the last message does. `arranged` turns messages and
+        tools into what the template needs; control tokens in what it adds are encoded as such, unlike those
+        in the client's text.
         """
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
-        if tools is None and isinstance(self._tokenizer.chat_template, dict) and any("tool_calls" in message for message in messages):
+        if (
+            tools is None
+            and isinstance(self._tokenizer.chat_template, dict)
+            and any("tool_calls" in message for message in messages)
+        ):
             tools = []  # with several templates, the library then picks the one for tool calls
         spellings: dict[int, str] = {}
         try:
@@ -169,12 +202,19 @@ class Tokenizer:
             raise
         except Exception as error:  # a template can raise anything, and refuses conversations by raising
             message = " ".join(str(error).split())[:200]
-            raise InvalidRequest(f"the model's chat template failed: {message.translate(spellings)}", "messages") from error
+            raise InvalidRequest(
+                f"the model's chat template failed: {message.translate(spellings)}", "messages"
+            ) from error
         return RenderedChat(str(text), spellings)
 
 
 def tokenizer_of(model: ModelConfig) -> Tokenizer:
-    return Tokenizer(model.tokenizer_directory, model.numbers_for_text, chat_template=model.chat_template, recommends=model.recommends)
+    return Tokenizer(
+        model.tokenizer_directory,
+        model.numbers_for_text,
+        chat_template=model.chat_template,
+        recommends=model.recommends,
+    )
 
 
 def set_template(tokenizer: Any, file: Path) -> None:
@@ -206,7 +246,9 @@ def loaded(directory: Path) -> PreTrainedTokenizerFast:
     if directory.suffix == SUFFIX:
         fast_tokenizer = gguf.fast_tokenizer(directory)
         return PreTrainedTokenizerFast(
-            tokenizer_object=fast_tokenizer, chat_template=gguf.chat_template(directory), **gguf.named_tokens(directory)
+            tokenizer_object=fast_tokenizer,
+            chat_template=gguf.chat_template(directory),
+            **gguf.named_tokens(directory),
         )
     file = directory / "tokenizer.json"
     if not directory.is_dir():
@@ -222,7 +264,8 @@ def loaded(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def why_not(file: Path) -> Exception | None:
-    """What speaks against the file itself, in the words of the library that defines its format; None: nothing."""
+    """What speaks against the file itself, in the words of the library that defines its format; None:
+    nothing."""
     try:
         FastTokenizer.from_file(str(file))
     except Exception as error:  # bare as well

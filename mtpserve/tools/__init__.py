@@ -1,1 +1,2 @@
-"""Commands beside the server: benchmarks, simulations, proofs, recordings and checkpoint reports. Nothing imports them."""
+"""Commands beside the server: benchmarks, simulations, proofs, recordings and checkpoint reports. Nothing
+imports them."""

@@ -1,1 +1,2 @@
-"""From a published checkpoint directory to a module's parameters: its config, its tensors, and the rules that map names to parameters."""
+"""From a published checkpoint directory to a module's parameters: its config, its tensors, and the rules that
+map names to parameters."""

@@ -1,6 +1,7 @@
 """Checks that a load fills every row of every parameter exactly once, and with finite numbers. Moves no data.
 
-A parameter's rows are numbered consecutively: row r of expert e of a parameter [experts, rows, columns] is number e * rows + r.
+A parameter's rows are numbered consecutively: row r of expert e of a parameter [experts, rows, columns] is
+number e * rows + r.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ class Fill:
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint has to fill: parameters and persistent buffers. A shared tensor is listed under each of its names."""
-    return {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    """What a checkpoint has to fill: parameters and persistent buffers. A shared tensor is listed under each
+    of its names."""
+    return {
+        name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)
+    }
 
 
 def row_count(parameter: Tensor) -> int:
@@ -56,7 +60,8 @@ class Audit:
         fills.insert(place, fill)
 
     def gaps(self) -> Iterator[tuple[str, int, int]]:
-        """(parameter, start, stop) of the rows that nothing fills; a shared parameter under its first name."""
+        """(parameter, start, stop) of the rows that nothing fills; a shared parameter under its first
+        name."""
         seen: set[int] = set()
         for name, parameter in self.parameters.items():
             if id(parameter) in seen:

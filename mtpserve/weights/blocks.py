@@ -1,5 +1,5 @@
-"""Which parameters stay as they are stored, whatever the config says: those of whose matrices all have scales in the checkpoint, of one
-format that a product reads.
+"""Which parameters stay as they are stored, whatever the config says: those of whose matrices all have scales
+in the checkpoint, of one format that a product reads.
 
 Decided for each parameter: a checkpoint may have some layers quantised and others not.
 """
@@ -25,10 +25,12 @@ NOT_WHOLE = "a rank's part of it would not be whole blocks or groups"
 STEP = 32  # columns: a kernel's step over the inputs stays in a group
 
 
-def hold_blocks(module: nn.Module, placements: Iterable[Placement], kinds: Collection[str], shards: Mapping[str, Shard]) -> list[str]:
-    """Allocates room for stored weights and scales in the modules that support them (`may_hold_blocks`), for formats of these `kinds`
-    (fp8, int4). All others are widened while loading. `shards`: what the module has of each parameter. → the parameters that are widened
-    only because ranks share them."""
+def hold_blocks(
+    module: nn.Module, placements: Iterable[Placement], kinds: Collection[str], shards: Mapping[str, Shard]
+) -> list[str]:
+    """Allocates room for stored weights and scales in the modules that support them (`may_hold_blocks`), for
+    formats of these `kinds` (fp8, int4). All others are widened while loading. `shards`: what the module has
+    of each parameter. → the parameters that are widened only because ranks share them."""
     cut = list[str]()
     by_target: dict[str, list[Placement]] = defaultdict(list)
     for placement in placements:
@@ -46,42 +48,65 @@ def hold_blocks(module: nn.Module, placements: Iterable[Placement], kinds: Colle
         elif formats[0].groups is None:
             make_room(owner, name, parts_of(owner, name))
         else:
-            scales = torch.float32 if formats[0].bits == 8 else torch.float8_e8m0fnu if formats[0].floats else scale_dtype(members)
-            groups = formats[0].groups if formats[0].groups == 1 else formats[0].groups * shard.dims[-1].size // shard.columns
+            scales = (
+                torch.float32
+                if formats[0].bits == 8
+                else torch.float8_e8m0fnu
+                if formats[0].floats
+                else scale_dtype(members)
+            )
+            groups = (
+                formats[0].groups
+                if formats[0].groups == 1
+                else formats[0].groups * shard.dims[-1].size // shard.columns
+            )
             make_room_by_row(owner, name, formats[0].bits, groups, any(fmt.zeros for fmt in formats), scales)
     return cut
 
 
 def why_wide(
-    owner: Any, name: str, members: list[Placement], formats: list[StoredFormat], kinds: Collection[str], shard: Shard
+    owner: Any, name: str, members: list[Placement], formats: list[StoredFormat], kinds: Collection[str],
+    shard: Shard
 ) -> str | None:  # fmt: skip
-    """None: the parameter can be kept. A fused matrix is multiplied in one product, so that its parts must be alike; those in blocks must
-    begin at block boundaries, experts' parts have separate scales. What ranks share must be shared by whole blocks or groups."""
+    """None: the parameter can be kept. A fused matrix is multiplied in one product, so that its parts must be
+    alike; those in blocks must begin at block boundaries, experts' parts have separate scales. What ranks
+    share must be shared by whole blocks or groups."""
     first = formats[0]
     if name not in getattr(owner, "may_hold_blocks", ()):
         return "its module cannot multiply quantised weights"
     if len(formats) < len(members):
         return f"only {len(formats)} of its {len(members)} matrices have scales"
     if any((fmt.bits, fmt.groups, fmt.floats) != (first.bits, first.groups, first.floats) for fmt in formats):
-        return f"its matrices have different formats: {', '.join(dict.fromkeys(fmt.label for fmt in formats))}"
+        return (
+            f"its matrices have different formats: {', '.join(dict.fromkeys(fmt.label for fmt in formats))}"
+        )
     if (wide := next((fmt.wide for fmt in formats if fmt.wide is not None), None)) is not None:
         return wide
     if first.kind not in kinds:
         return f"{first.label} is not to be kept here"
     if first.groups is None:
-        if any(not placement.region.of_experts and placement.region.start % BLOCK[0] for placement in members):
+        if any(
+            not placement.region.of_experts and placement.region.start % BLOCK[0] for placement in members
+        ):
             return f"its parts of {parts_of(owner, name)} rows do not begin at multiples of {BLOCK[0]}"
         block_shape = BLOCK
     else:
         block_shape = 1, 2 if first.groups == 1 else shard.columns // first.groups
         if first.groups > 1 and block_shape[1] % STEP:
             return f"no product reads {first.label}"
-    if not shard.filled or not all(dim.divides(block) for dim, block in zip(shard.dims[-2:], block_shape, strict=True)):
+    if not shard.filled or not all(
+        dim.divides(block) for dim, block in zip(shard.dims[-2:], block_shape, strict=True)
+    ):
         return NOT_WHOLE
     return None
 
 
 def scale_dtype(members: list[Placement]) -> torch.dtype:
-    """As in the checkpoint: with 32 numbers of four bits each, scales of 32 bits would be a fifth of a matrix."""
+    """As in the checkpoint: with 32 numbers of four bits each, scales of 32 bits would be a fifth of a
+    matrix."""
     stored = {placement.checkpoint.tensors[placement.group.tensors["scale"]].dtype for placement in members}
-    return {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.pop(), torch.float32) if len(stored) == 1 else torch.float32
+    return (
+        {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.pop(), torch.float32)
+        if len(stored) == 1
+        else torch.float32
+    )

@@ -1,7 +1,9 @@
-"""Random weights for a module, so that an engine can be measured on a model whose checkpoint is not available.
+"""Random weights for a module, so that an engine can be measured on a model whose checkpoint is not
+available.
 
-Norms are one, biases zero, integers count the columns, every matrix is normal with variance 1 / inputs: a layer's output then has about the
-size of its input, whatever the widths, and the residual stream after n layers grows only like √n.
+Norms are one, biases zero, integers count the columns, every matrix is normal with variance 1 / inputs: a
+layer's output then has about the size of its input, whatever the widths, and the residual stream after n
+layers grows only like √n.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from mtpserve.weights.shards import clear, shards_of
 SEED = 0
 
 
-def fill(module: nn.Module, device: torch.device, whole: nn.Module | None = None, ranks: Ranks = ALONE) -> None:
-    """The same numbers for the same module on the same kind of device; for one of several `ranks` its part of those of `whole`, the same
-    model on no device. At the end `finish_loading()` is called, as after a load."""
+def fill(
+    module: nn.Module, device: torch.device, whole: nn.Module | None = None, ranks: Ranks = ALONE
+) -> None:
+    """The same numbers for the same module on the same kind of device; for one of several `ranks` its part of
+    those of `whole`, the same model on no device. At the end `finish_loading()` is called, as after a
+    load."""
     whole = module if whole is None else whole
     shards, targets = shards_of(whole, module, ranks), parameters(module.to(device))
     generator = torch.Generator(device).manual_seed(SEED)
@@ -27,8 +32,13 @@ def fill(module: nn.Module, device: torch.device, whole: nn.Module | None = None
         clear(targets, shards)
         for name, parameter in parameters(whole).items():
             target, shard = targets[name].detach(), shards[name]
-            for expert in range(len(parameter)) if parameter.dim() == 3 else [None]:  # a whole parameter of experts is large
-                values = torch.empty(parameter.shape if expert is None else parameter.shape[1:], dtype=target.dtype, device=device)
+            # a whole parameter of experts is large
+            for expert in range(len(parameter)) if parameter.dim() == 3 else [None]:
+                values = torch.empty(
+                    parameter.shape if expert is None else parameter.shape[1:],
+                    dtype=target.dtype,
+                    device=device,
+                )
                 randomise(name, values, generator)
                 for move in shard.moves(expert):
                     move.of(target).copy_(values[move.taken])

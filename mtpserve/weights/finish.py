@@ -1,5 +1,5 @@
-"""Parts of a module are finished (packed, made int8) as soon as all of their weights are there, so that what is not packed in place never
-exists twice for more than one part."""
+"""Parts of a module are finished (packed, made int8) as soon as all of their weights are there, so that what
+is not packed in place never exists twice for more than one part."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from torch import nn
 
 
 class Finisher:
-    """Calls each submodule's `finish_loading()` once, a part's before the whole's. `fills`: the name of a parameter for each time that
-    it, or a region of it, will be filled."""
+    """Calls each submodule's `finish_loading()` once, a part's before the whole's. `fills`: the name of a
+    parameter for each time that it, or a region of it, will be filled."""
 
     def __init__(self, module: nn.Module, fills: Iterable[str] = ()) -> None:
         inner_first = reversed(list(module.named_modules()))
-        self.waiting = {name: finish for name, part in inner_first if (finish := getattr(part, "finish_loading", None)) is not None}
+        self.waiting = {
+            name: finish
+            for name, part in inner_first
+            if (finish := getattr(part, "finish_loading", None)) is not None
+        }
         self.left = Counter(whole for name in fills for whole in wholes(name) if whole in self.waiting)
 
     def filled(self, name: str) -> list[str]:

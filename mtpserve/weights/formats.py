@@ -1,7 +1,9 @@
-"""Which of a checkpoint's tensors together are one matrix, and in which format: from their names, dtypes and shapes, matrix by matrix,
-whatever the config says. Reads headers only; what tensors mean is said in quant/published.py.
+"""Which of a checkpoint's tensors together are one matrix, and in which format: from their names, dtypes and
+shapes, matrix by matrix, whatever the config says. Reads headers only; what tensors mean is said in
+quant/published.py.
 
-A family's rules know a matrix by the name that it has unquantised, X.weight (or X, where experts are one tensor):
+A family's rules know a matrix by the name that it has unquantised, X.weight (or X, where experts are one
+tensor):
 
     role       plain      scale                zeros                 numbers in words of 32 bits, or in bytes
     float8     X.weight   X.weight_scale(_inv)                                                             DeepSeek-V4 calls it X.scale
@@ -67,7 +69,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`name`: of the matrix, as rules call it. A tensor that is not a part of any matrix's is a group of its own."""
+    """`name`: of the matrix, as rules call it. A tensor that is not a part of any matrix's is a group of its
+    own."""
 
     name: str
     tensors: dict[str, str] = field(default_factory=dict)  # role → name in the checkpoint
@@ -101,20 +104,27 @@ class StoredFormat:
 def kinds_of(tensors: Entries) -> set[str]:
     """Of the formats that a checkpoint has, those that some product reads; not for all matrices, perhaps."""
     float8 = any(entry.dtype == "F8_E4M3" for entry in tensors.values())
-    four = any(name.endswith((".qweight", ".weight_packed", "_blocks")) and entry.dtype in ("I32", "U8") for name, entry in tensors.items())
+    four = any(
+        name.endswith((".qweight", ".weight_packed", "_blocks")) and entry.dtype in ("I32", "U8")
+        for name, entry in tensors.items()
+    )
     halves = (name for name, entry in tensors.items() if entry.dtype == "I8" and name.endswith(".weight"))
     four = four or any(name.removesuffix("weight") + "scale" in tensors for name in halves)
     return {kind for kind, there in (("fp8", float8), ("int4", four)) if there}
 
 
 def groups(tensors: Entries) -> list[Group]:
-    """All tensors, each in exactly one group, in the checkpoint's order. Raises LoadError for two that are the same part of one matrix."""
+    """All tensors, each in exactly one group, in the checkpoint's order. Raises LoadError for two that are
+    the same part of one matrix."""
     by_name: dict[str, Group] = {}
     for name in tensors:
         whole, role = part(name, tensors)
         group = by_name.setdefault(whole, Group(whole))
         if role in group.tensors:
-            raise LoadError(f"{tensors[name].file}: {name} and {group.tensors[role]} are both there, each the {role} of {whole}")
+            raise LoadError(
+                f"{tensors[name].file}: {name} and {group.tensors[role]} are both there, each the "
+                f"{role} of {whole}"
+            )
         group.tensors[role] = name
     return list(by_name.values())
 
@@ -137,7 +147,9 @@ def belongs(name: str) -> tuple[str, str]:
 
 def numbers_of(whole: str) -> tuple[str, ...]:
     stem = whole.removesuffix(".weight")
-    return (whole, f"{whole}_blocks") if stem == whole else (whole, f"{stem}.qweight", f"{stem}.weight_packed")
+    return (
+        (whole, f"{whole}_blocks") if stem == whole else (whole, f"{stem}.qweight", f"{stem}.weight_packed")
+    )
 
 
 def unused(name: str, checkpoint: Checkpoint) -> str | None:
@@ -148,12 +160,16 @@ def unused(name: str, checkpoint: Checkpoint) -> str | None:
     return UNUSED.get(last)
 
 
-def format_of(group: Group, tensors: Entries, shape: Shape, quant_config: Told, chunks: int = 0) -> StoredFormat | None:
-    """Of a matrix that must have this shape; None where it is not quantised. `chunks`: as in rules.Arranged. Raises LoadError."""
+def format_of(
+    group: Group, tensors: Entries, shape: Shape, quant_config: Told, chunks: int = 0
+) -> StoredFormat | None:
+    """Of a matrix that must have this shape; None where it is not quantised. `chunks`: as in rules.Arranged.
+    Raises LoadError."""
     parts = group.entries(tensors)
     if chunks and parts.keys() != {"plain", "scale"}:
         raise LoadError(
-            f"{tensors[group.main].file}: {group.main} is not stored in float8 with scales, which alone tell the order of its rows: "
+            f"{tensors[group.main].file}: {group.main} is not stored in float8 with scales, which "
+            f"alone tell the order of its rows: "
             f"supported are matrices apart, and the {chunks} chunks of the published float8 checkpoints"
         )
     if parts.keys() == {"plain"}:
@@ -161,14 +177,19 @@ def format_of(group: Group, tensors: Entries, shape: Shape, quant_config: Told, 
     role = next(role for role in NUMBERS if role in parts)
     needs, may, describe = FORMATS[role]
     for other in needs - parts.keys():
-        raise LoadError(f"{parts[role].file}: {group.main} has no {other}: {wanted(group.name, role, other)} is not in the checkpoint")
+        raise LoadError(
+            f"{parts[role].file}: {group.main} has no {other}: {wanted(group.name, role, other)} is "
+            f"not in the checkpoint"
+        )
     for other in parts.keys() - needs - may - {role}:
         raise LoadError(f"{parts[other].file}: {group.tensors[other]} does not belong beside {group.main}")
     try:
         return in_chunks(parts, shape, chunks) if chunks else describe(parts, shape, quant_config)
     except Mismatch as error:
         wrong = error.role
-        raise LoadError(f"{parts[wrong].file}: {group.tensors[wrong]} {error.reason} (for {group.name} {list(shape)})") from None
+        raise LoadError(
+            f"{parts[wrong].file}: {group.tensors[wrong]} {error.reason} (for {group.name} {list(shape)})"
+        ) from None
 
 
 def wanted(whole: str, numbers: str, role: str) -> str:
@@ -182,7 +203,10 @@ class Mismatch(Exception):
     """The tensor with this role is not what its matrix needs."""
 
     def __init__(self, role: str, entry: TensorEntry, needs: str) -> None:
-        self.role, self.reason = role, f"has shape {list(entry.shape)} and dtype {entry.dtype}, it needs {needs}"
+        self.role, self.reason = (
+            role,
+            f"has shape {list(entry.shape)} and dtype {entry.dtype}, it needs {needs}",
+        )
 
 
 Parts = Mapping[str, TensorEntry]
@@ -192,7 +216,11 @@ def expect(parts: Parts, role: str, shapes: Iterable[Shape], dtypes: tuple[str, 
     """Raises Mismatch unless the tensor, where it is there, has one of the shapes and one of the dtypes."""
     shapes, entry = list(shapes), parts.get(role)
     if entry is not None and (entry.shape not in shapes or entry.dtype not in dtypes):
-        raise Mismatch(role, entry, f"{' or '.join(str(list(shape)) for shape in dict.fromkeys(shapes))} in {', '.join(dtypes)}")
+        raise Mismatch(
+            role,
+            entry,
+            f"{' or '.join(str(list(shape)) for shape in dict.fromkeys(shapes))} in {', '.join(dtypes)}",
+        )
 
 
 def grouped(parts: Parts, columns: int, dim: int = 1) -> int:
@@ -225,7 +253,9 @@ def float8(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
     if len(scale.shape) == 2 and scale.shape[0] == rows and scale.shape[1] and columns % scale.shape[1] == 0:
         sizes.append(scale.shape)
     if experts or scale.shape not in sizes or scale.dtype not in dtypes:
-        raise Mismatch("scale", scale, f"{list(blocks)} (blocks of 128 x 128), [{rows}, 1] or [1] in {', '.join(dtypes)}")
+        raise Mismatch(
+            "scale", scale, f"{list(blocks)} (blocks of 128 x 128), [{rows}, 1] or [1] in {', '.join(dtypes)}"
+        )
     expect(parts, "zeros", [scale.shape], ("I8",))
     number = grouped(parts, columns)
     how = "one scale" if math.prod(scale.shape) == 1 else each(number, columns)
@@ -280,7 +310,9 @@ def packed(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
 
 
 def read_packed(columns: int, bits: int, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-    return published.compressed(tensors["packed"], tensors["scale"], tensors.get("zeros"), tensors.get("group_of"), columns, bits)
+    return published.compressed(
+        tensors["packed"], tensors["scale"], tensors.get("zeros"), tensors.get("group_of"), columns, bits
+    )
 
 
 def words(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
@@ -298,11 +330,15 @@ def words(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
     if name == "AWQ":
         return integers(name, bits, number, columns, read_awq, parts, None)
     out_of_order = ACT_ORDER if quant_config.act_order and "group_of" in parts else None
-    return integers(name, bits, number, columns, partial(read_gptq, bits, quant_config.below), parts, out_of_order)
+    return integers(
+        name, bits, number, columns, partial(read_gptq, bits, quant_config.below), parts, out_of_order
+    )
 
 
 def read_gptq(bits: int, below: int, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-    return published.gptq(tensors["words"], tensors["scale"], tensors.get("zeros"), tensors.get("group_of"), bits, below)
+    return published.gptq(
+        tensors["words"], tensors["scale"], tensors.get("zeros"), tensors.get("group_of"), bits, below
+    )
 
 
 def read_awq(tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
@@ -313,7 +349,8 @@ ACT_ORDER = "its columns are in groups out of order"
 
 
 def integers(
-    name: str, bits: int, number: int, columns: int, read: Callable[[Mapping[str, Tensor]], QuantisedMatrix], parts: Parts, wide: str | None
+    name: str, bits: int, number: int, columns: int, read: Callable[[Mapping[str, Tensor]], QuantisedMatrix],
+    parts: Parts, wide: str | None
 ) -> StoredFormat:  # fmt: skip
     label = f"int{bits} ({name}), {each(number, columns)}"
     return StoredFormat(label, bits, number, read, "zeros" in parts, wide if bits == 4 else INT8)

@@ -1,7 +1,8 @@
-"""Fills a module from checkpoints: plans from the headers, then reads the tensors in file order and converts each of them.
+"""Fills a module from checkpoints: plans from the headers, then reads the tensors in file order and converts
+each of them.
 
-Not a model builder: the module comes with its parameters, in their dtypes, usually uninitialised. All errors in a checkpoint but NaN
-and infinite numbers are raised by plan.py, before the first weight is read.
+Not a model builder: the module comes with its parameters, in their dtypes, usually uninitialised. All errors
+in a checkpoint but NaN and infinite numbers are raised by plan.py, before the first weight is read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from mtpserve.weights.plan import Placement, WeightSource, plan
 from mtpserve.weights.rules import Rule
 from mtpserve.weights.shards import Shard, clear, shards_of
 
-MAPPED = 64 << 20  # bytes read before a file is mapped anew: what was read counts as this process's memory as long as it is mapped
+# bytes read before a file is mapped anew: what was read counts as this process's memory as long as it is
+# mapped
+MAPPED = 64 << 20
 
 
 def load(
@@ -44,19 +47,24 @@ def load(
     whole: nn.Module | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Fills every parameter and persistent buffer exactly once; every tensor must match exactly one rule. Raises LoadError otherwise.
+    """Fills every parameter and persistent buffer exactly once; every tensor must match exactly one rule.
+    Raises LoadError otherwise.
 
-    Parameters keep the dtypes that they were built with: `dtype`, or float32 where a layer requires it. `also`: further checkpoints with
-    their own rules, such as a separately published layer. Each submodule's `finish_loading()` is called as soon as all of it is filled,
-    a part's before the whole's.
+    Parameters keep the dtypes that they were built with: `dtype`, or float32 where a layer requires it.
+    `also`: further checkpoints with their own rules, such as a separately published layer. Each submodule's
+    `finish_loading()` is called as soon as all of it is filled, a part's before the whole's.
 
-    Quantised matrices are widened to the parameter's dtype; those of the kinds in `keep` (fp8, int4) stay as they are stored if the
-    module can multiply them: see blocks.py.
+    Quantised matrices are widened to the parameter's dtype; those of the kinds in `keep` (fp8, int4) stay as
+    they are stored if the module can multiply them: see blocks.py.
 
-    A module that is one of several `ranks` has its part of each parameter of `whole`, the same model on no device: see shards.py.
+    A module that is one of several `ranks` has its part of each parameter of `whole`, the same model on no
+    device: see shards.py.
     """
     whole = module if whole is None else whole
-    placements, shards = plan(whole, [WeightSource(checkpoint, rules), *also]), shards_of(whole, module, ranks)
+    placements, shards = (
+        plan(whole, [WeightSource(checkpoint, rules), *also]),
+        shards_of(whole, module, ranks),
+    )
     _check_dtypes(module, dtype)
     if keep:
         hold_blocks(module, placements, keep, shards)
@@ -64,7 +72,10 @@ def load(
     clear(targets, shards)
     finisher = Finisher(module, [placement.target for placement in placements])
     columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with torch.no_grad(), Progress(*columns, console=Console(stderr=True, quiet=not progress), disable=not progress) as bar:
+    with (
+        torch.no_grad(),
+        Progress(*columns, console=Console(stderr=True, quiet=not progress), disable=not progress) as bar,
+    ):
         task = bar.add_task("", total=sum(placement.size for placement in placements))
         mapped = 0
         for _, of_file in groupby(placements, key=lambda p: p.entry.file):
@@ -76,7 +87,14 @@ def load(
                 parameter = targets[placement.target]
                 shard = shards[placement.target]
                 if (scales := targets.get(placement.target + SCALE)) is not None:
-                    _keep(placement, shard, parameter, scales, targets.get(placement.target + ZEROS), check_finite)
+                    _keep(
+                        placement,
+                        shard,
+                        parameter,
+                        scales,
+                        targets.get(placement.target + ZEROS),
+                        check_finite,
+                    )
                 else:
                     _fill(placement, shard, parameter, check_finite)
                 bar.advance(task, placement.size)
@@ -102,7 +120,8 @@ def _fill(placement: Placement, shard: Shard, parameter: Tensor, check_finite: b
         else:
             taken = ordered[move.taken]
             place.copy_(taken.float() + placement.plus if placement.plus else taken)
-        # The stored numbers are checked, not those in the file: a number can also be too large for the parameter's dtype.
+        # The stored numbers are checked, not those in the file: a number can also be too large for the
+        # parameter's dtype.
         if check_finite and not all_finite(place):
             finite = all_finite(tensor) if stored is None else stored.is_finite()
             what = f"numbers too large for {place.dtype}" if finite else "NaN or infinite numbers"
@@ -110,7 +129,8 @@ def _fill(placement: Placement, shard: Shard, parameter: Tensor, check_finite: b
 
 
 def _keep(
-    placement: Placement, shard: Shard, parameter: Tensor, scales: Tensor, zeros: Tensor | None, check_finite: bool
+    placement: Placement, shard: Shard, parameter: Tensor, scales: Tensor, zeros: Tensor | None,
+    check_finite: bool
 ) -> None:  # fmt: skip
     """Copies stored weights, their scales and zeros."""
     moves = list(placement.region.moves(shard))
@@ -122,7 +142,9 @@ def _keep(
     assert stored is not None
     if stored.group_of is not None:
         why = "although the config's desc_act is not true; --quantization none widens it"
-        raise LoadError(f"{placement.entry.file}: {placement.name} has its columns in groups out of order, {why}")
+        raise LoadError(
+            f"{placement.entry.file}: {placement.name} has its columns in groups out of order, {why}"
+        )
     groups = stored.scale.shape[-1]
     block_shape = BLOCK if stored.in_blocks else (1, 0 if groups == 1 else shard.columns // groups)
     for move in moves:
@@ -134,11 +156,16 @@ def _keep(
             raise LoadError(f"{placement.entry.file}: {placement.name} holds NaN or infinite numbers")
         if zeros is not None:
             place = scale.of(zeros.detach())
-            place.copy_(stored.zeros[scale.taken] if stored.zeros is not None else torch.full_like(place, MIDDLE))
+            place.copy_(
+                stored.zeros[scale.taken] if stored.zeros is not None else torch.full_like(place, MIDDLE)
+            )
 
 
 def _check_dtypes(module: nn.Module, dtype: torch.dtype) -> None:
-    """Raises ValueError, an error of the caller and not of the checkpoint: the module was built with another default dtype."""
+    """Raises ValueError, an error of the caller and not of the checkpoint: the module was built with another
+    default dtype."""
     dtypes = {p.dtype for p in parameters(module).values() if p.is_floating_point()}
     if dtype not in dtypes or dtypes - {dtype, torch.float32}:
-        raise ValueError(f"the module was to be built in {dtype}, its parameters are {sorted(map(str, dtypes))}")
+        raise ValueError(
+            f"the module was to be built in {dtype}, its parameters are {sorted(map(str, dtypes))}"
+        )

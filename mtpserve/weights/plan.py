@@ -1,4 +1,5 @@
-"""Which tensor of a checkpoint goes where, from the headers alone. All errors but those in the numbers are raised here.
+"""Which tensor of a checkpoint goes where, from the headers alone. All errors but those in the numbers are
+raised here.
 
 So a wrong checkpoint fails before a single weight is read. loader.py carries the plan out.
 """
@@ -23,18 +24,37 @@ from mtpserve.weights.checkpoint import hf, schemes
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
 from mtpserve.weights.formats import Group, StoredFormat
-from mtpserve.weights.rules import Arranged, Copy, Drop, EveryExpert, Expert, Groups, How, Matcher, Rule, Stack, source_name
+from mtpserve.weights.rules import (
+    Arranged,
+    Copy,
+    Drop,
+    EveryExpert,
+    Expert,
+    Groups,
+    How,
+    Matcher,
+    Rule,
+    Stack,
+    source_name,
+)
 from mtpserve.weights.shards import Move, Shard
 
 log = logging.getLogger(__name__)
 SHOWN = 3  # names in the message about a missing tensor
-INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+INTEGERS = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """A checkpoint and the rules for its names: in a separately published layer the same name is another parameter than in a whole
-    model."""
+    """A checkpoint and the rules for its names: in a separately published layer the same name is another
+    parameter than in a whole model."""
 
     checkpoint: Checkpoint
     rules: Sequence[Rule]
@@ -42,8 +62,8 @@ class WeightSource:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Rows of a parameter, or of one expert's matrix in a parameter [experts, rows, columns], or of `every` one's; all of them where
-    `rows` is None."""
+    """Rows of a parameter, or of one expert's matrix in a parameter [experts, rows, columns], or of `every`
+    one's; all of them where `rows` is None."""
 
     expert: int | None = None
     start: int = 0
@@ -75,8 +95,8 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One matrix, norm or bias of a checkpoint and its place in the module. `arranged`: it is in another order than the parameter; `plus`
-    is added to it."""
+    """One matrix, norm or bias of a checkpoint and its place in the module. `arranged`: it is in another
+    order than the parameter; `plus` is added to it."""
 
     checkpoint: Checkpoint
     group: Group
@@ -104,7 +124,9 @@ class Placement:
         """Reads the tensors of a quantised matrix, its rows in the parameter's order. None for others."""
         if self.format is None:
             return None
-        matrix = self.format.read({role: self.checkpoint.tensor(name).to(device) for role, name in self.group.tensors.items()})
+        matrix = self.format.read(
+            {role: self.checkpoint.tensor(name).to(device) for role, name in self.group.tensors.items()}
+        )
         return matrix if self.arranged is None else matrix.in_order(self.arranged.arrange)
 
 
@@ -128,7 +150,11 @@ def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:
 def told_of(checkpoint: Checkpoint) -> schemes.Told:
     """What its config says of formats; the defaults where it has none."""
     there = (checkpoint.directory / "config.json").is_file()
-    return schemes.told(hf.quantization_section(hf.read_config(checkpoint.directory))) if there else schemes.Told()
+    return (
+        schemes.told(hf.quantization_section(hf.read_config(checkpoint.directory)))
+        if there
+        else schemes.Told()
+    )
 
 
 def _place(
@@ -161,15 +187,35 @@ def _place(
     if region is None:
         raise LoadError(f"{entry.file}: {name} is one expert too many, {target} has {parameter.shape[0]}")
     place, arranged = region.of(parameter), rule.how if isinstance(rule.how, Arranged) else None
-    format = formats.format_of(group, checkpoint.tensors, tuple(place.shape), quant_config, arranged.chunks if arranged is not None else 0)
+    format = formats.format_of(
+        group,
+        checkpoint.tensors,
+        tuple(place.shape),
+        quant_config,
+        arranged.chunks if arranged is not None else 0,
+    )
     if format is None:
-        _check(name, entry, target, place, tuple(place.shape) if arranged is None else arranged.shape(tuple(place.shape)))
+        _check(
+            name,
+            entry,
+            target,
+            place,
+            tuple(place.shape) if arranged is None else arranged.shape(tuple(place.shape)),
+        )
     elif arranged is not None:
         # The rows of a quantised matrix are its outputs, whatever those of others are.
         arranged = replace(arranged, turned=False)
     for fill in region.fills(parameter, name):
         audit.record(target, fill)
-    return Placement(checkpoint, group, format, target, region, rule.how.plus if isinstance(rule.how, Copy) else 0.0, arranged)
+    return Placement(
+        checkpoint,
+        group,
+        format,
+        target,
+        region,
+        rule.how.plus if isinstance(rule.how, Copy) else 0.0,
+        arranged,
+    )
 
 
 def _region(module: nn.Module, parameter: Tensor, target: str, how: How, groups: Groups) -> Region | None:
@@ -185,30 +231,47 @@ def _region(module: nn.Module, parameter: Tensor, target: str, how: How, groups:
 
 
 def parts_of(owner: Any, name: str) -> tuple[int, ...]:
-    """Row counts of the matrices fused in one parameter: its module's `parts`, which may be a mapping by parameter."""
+    """Row counts of the matrices fused in one parameter: its module's `parts`, which may be a mapping by
+    parameter."""
     of_module: Any = owner.parts
     parts: tuple[int, ...] = of_module[name] if isinstance(of_module, Mapping) else of_module
     return parts
 
 
 def _check(name: str, entry: TensorEntry, target: str, place: Tensor, shape: tuple[int, ...]) -> None:
-    """Checks shape and dtype of a tensor that is not quantised against its place in the model, whose `shape` it has in the checkpoint."""
+    """Checks shape and dtype of a tensor that is not quantised against its place in the model, whose `shape`
+    it has in the checkpoint."""
     if entry.shape != shape:
-        raise LoadError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(shape)} (for {target})")
+        raise LoadError(
+            f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(shape)} "
+            f"(for {target})"
+        )
     if entry.dtype.startswith("F8_"):
         scales = f"its scales {name}_scale_inv or {name}_scale"
-        raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, but {scales} are not in the checkpoint")
+        raise LoadError(
+            f"{entry.file}: {name} is stored as {entry.dtype}, but {scales} are not in the checkpoint"
+        )
     if not (place.is_floating_point() if entry.is_real else takes(place.dtype, INTEGERS.get(entry.dtype))):
-        raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, which {target} of {place.dtype} cannot take")
+        raise LoadError(
+            f"{entry.file}: {name} is stored as {entry.dtype}, which {target} of {place.dtype} cannot take"
+        )
 
 
 def takes(place: torch.dtype, stored: torch.dtype | None) -> bool:
     """Integers that are all in the range of the place's."""
-    return stored == place or (place == torch.int64 and stored in (torch.int32, torch.int16, torch.int8, torch.uint8))
+    return stored == place or (
+        place == torch.int64 and stored in (torch.int32, torch.int16, torch.int8, torch.uint8)
+    )
 
 
-def _missing(module: nn.Module, sources: Sequence[WeightSource], params: Mapping[str, Tensor], gaps: list[tuple[str, int, int]]) -> str:
-    """The error for `gaps`: names the first unfilled parameter and the tensors with which the rules would fill it."""
+def _missing(
+    module: nn.Module,
+    sources: Sequence[WeightSource],
+    params: Mapping[str, Tensor],
+    gaps: list[tuple[str, int, int]],
+) -> str:
+    """The error for `gaps`: names the first unfilled parameter and the tensors with which the rules would
+    fill it."""
     target, start, stop = gaps[0]
     wanted = Fill(start, stop, "")
     names = [fill.source for fill in sorted(_candidates(module, sources, params, target, wanted))]
@@ -219,9 +282,14 @@ def _missing(module: nn.Module, sources: Sequence[WeightSource], params: Mapping
 
 
 def _candidates(
-    module: nn.Module, sources: Sequence[WeightSource], params: Mapping[str, Tensor], target: str, wanted: Fill
+    module: nn.Module,
+    sources: Sequence[WeightSource],
+    params: Mapping[str, Tensor],
+    target: str,
+    wanted: Fill,
 ) -> Iterator[Fill]:
-    """The tensors with which the rules would fill these rows, under any of the parameter's names; a fill's source is the tensor's name."""
+    """The tensors with which the rules would fill these rows, under any of the parameter's names; a fill's
+    source is the tensor's name."""
     parameter = params[target]
     aliases = [name for name, other in params.items() if other is parameter]
     rules = [rule for source in sources for rule in source.rules if not isinstance(rule.how, Drop)]

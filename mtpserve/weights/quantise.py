@@ -1,8 +1,10 @@
-"""Converts a checkpoint to DeepSeek-V3's format: the layers' matrices in float8 (e4m3) with a float32 scale per 128 x 128 block.
+"""Converts a checkpoint to DeepSeek-V3's format: the layers' matrices in float8 (e4m3) with a float32 scale
+per 128 x 128 block.
 
     python -m mtpserve.weights.quantise mtpserve/demo OUT [--keep-mtp]
 
-Embedding, head, norms, routers and the fusion of an MTP layer's inputs are copied unchanged. There is no calibration.
+Embedding, head, norms, routers and the fusion of an MTP layer's inputs are copied unchanged. There is no
+calibration.
 """
 
 from __future__ import annotations
@@ -25,14 +27,21 @@ from mtpserve.weights.checkpoint.hf import read_config
 from mtpserve.weights.checkpoint.layouts import mtp_layers
 
 # Of an indexer what is published in float8: the weights of its heads are not.
-MATRIX = re.compile(r".*\.(self_attn|mlp)\.(?!indexer\.weights_proj)(.*_proj(_with_mqa)?|indexer\.(wq_b|wk))\.weight")
+MATRIX = re.compile(
+    r".*\.(self_attn|mlp)\.(?!indexer\.weights_proj)(.*_proj(_with_mqa)?|indexer\.(wq_b|wk))\.weight"
+)
 FLOATS = ("BF16", "F16", "F32")
-CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": list(BLOCK)}
+CONFIG = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": list(BLOCK),
+}
 
 
 def quantise(source: Path, out: Path, keep_mtp: bool = False) -> int:
-    """→ the number of converted matrices. `keep_mtp` leaves the MTP layers unchanged. Raises LoadError, and ConfigError where `out`
-    exists."""
+    """→ the number of converted matrices. `keep_mtp` leaves the MTP layers unchanged. Raises LoadError, and
+    ConfigError where `out` exists."""
     if out.exists():
         raise ConfigError(f"{out}: is there already; name a directory that is not, nothing is written over")
     if source.suffix == SUFFIX:
@@ -47,7 +56,11 @@ def quantise(source: Path, out: Path, keep_mtp: bool = False) -> int:
         written: dict[str, Tensor] = {}
         for name in (name for name, entry in checkpoint.tensors.items() if entry.file == file):
             tensor = checkpoint.tensor(name)
-            if MATRIX.fullmatch(name) and checkpoint.tensors[name].dtype in FLOATS and not (unchanged and name.startswith(unchanged)):
+            if (
+                MATRIX.fullmatch(name)
+                and checkpoint.tensors[name].dtype in FLOATS
+                and not (unchanged and name.startswith(unchanged))
+            ):
                 tensor, written[name + SCALE] = quantize_block(tensor)
                 converted += 1
             written[name] = tensor.contiguous()
@@ -60,12 +73,16 @@ def quantise(source: Path, out: Path, keep_mtp: bool = False) -> int:
             shutil.copy(other, out)
     values = json.loads((source / "config.json").read_text()) | {"quantization_config": CONFIG}
     (out / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-    (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+    (out / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    )
     return converted
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path, help="a directory that does not exist yet")
     parser.add_argument("--keep-mtp", action="store_true", help="leave the MTP layers in the type they have")

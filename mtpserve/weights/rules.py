@@ -1,13 +1,14 @@
-r"""Maps a checkpoint's tensors to parameters: a family lists its rules, every tensor must match exactly one. Reads no tensors.
+r"""Maps a checkpoint's tensors to parameters: a family lists its rules, every tensor must match exactly one.
+Reads no tensors.
 
 One rule of each kind:
 
     Rule(r"norm\.weight", "norm.weight")
-    Rule(r"layers\.(?P<layer>\d+)\.self_attn\.k_proj\.weight", "layers.{layer}.attention.qkv.weight", Stack(1))
-    Rule(r"layers\.(?P<layer>\d+)\.experts\.(?P<expert>\d+)\.up_proj\.weight", "layers.{layer}.experts.gate_up", Expert(1))
-    Rule(r"layers\.(?P<layer>\d+)\.moe\.up_proj\.weight", "layers.{layer}.experts.gate_up", EveryExpert(1))
-    Rule(r"experts\.gate_up_proj", "experts.gate_up", Arranged(turned=True))
-    Rule(r".*\.rotary_emb\.inv_freq", None, Drop("computed"))
+    Rule(r"layers\.(?P<layer>\d+)\.self_attn\.k_proj\.weight", "layers.{layer}.attention.qkv.weight",
+    Stack(1)) Rule(r"layers\.(?P<layer>\d+)\.experts\.(?P<expert>\d+)\.up_proj\.weight",
+    "layers.{layer}.experts.gate_up", Expert(1)) Rule(r"layers\.(?P<layer>\d+)\.moe\.up_proj\.weight",
+    "layers.{layer}.experts.gate_up", EveryExpert(1)) Rule(r"experts\.gate_up_proj", "experts.gate_up",
+    Arranged(turned=True)) Rule(r".*\.rotary_emb\.inv_freq", None, Drop("computed"))
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The whole parameter. `plus` is added to what the checkpoint has: some norms multiply by one more than their weight."""
+    """The whole parameter. `plus` is added to what the checkpoint has: some norms multiply by one more than
+    their weight."""
 
     plus: float = 0.0
 
@@ -40,7 +42,8 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """Like Stack, inside one expert of a parameter [experts, rows, columns]; the pattern's group `expert` is its number."""
+    """Like Stack, inside one expert of a parameter [experts, rows, columns]; the pattern's group `expert` is
+    its number."""
 
     part: int = 0
 
@@ -57,11 +60,13 @@ class Arranged:
     """The whole parameter, which the checkpoint has in another order."""
 
     turned: bool = False  # matrices as [inputs, outputs]
-    in_turns: bool = False  # a row of gate, a row of up, and so on: of all experts' matrices, or of their biases
+    # a row of gate, a row of up, and so on: of all experts' matrices, or of their biases
+    in_turns: bool = False
     wrapped: bool = False  # in one more dimension, of 1
-    # The parameter is made of parts with so many rows, and the checkpoint has so many chunks, each with its share of every part. In float8
-    # each chunk begins a block of its own: only that tells such a matrix from one in order, so that it must be in float8. Where chunks are
-    # whole blocks nothing tells; of a published model's layers those without a window have chunks that are not.
+    # The parameter is made of parts with so many rows, and the checkpoint has so many chunks, each with its
+    # share of every part. In float8 each chunk begins a block of its own: only that tells such a matrix from
+    # one in order, so that it must be in float8. Where chunks are whole blocks nothing tells; of a published
+    # model's layers those without a window have chunks that are not.
     parts: tuple[int, ...] = ()
     chunks: int = 0
 
@@ -71,7 +76,8 @@ class Arranged:
         return (1, *shape) if self.wrapped else shape
 
     def arrange(self, tensor: Tensor) -> Tensor:
-        """The checkpoint's tensor with its numbers in the parameter's order, a view where that is possible; it may have more dimensions."""
+        """The checkpoint's tensor with its numbers in the parameter's order, a view where that is possible;
+        it may have more dimensions."""
         if self.wrapped:
             tensor = tensor[0]
         if self.turned:
@@ -85,7 +91,12 @@ class Arranged:
         shares = [rows // self.chunks for rows in self.parts]
         starts = [sum(shares[:part]) for part in range(len(shares))]
         chunks = [chunk * sum(shares) for chunk in range(self.chunks)]
-        return [chunk + start + row for start, rows in zip(starts, shares, strict=True) for chunk in chunks for row in range(rows)]
+        return [
+            chunk + start + row
+            for start, rows in zip(starts, shares, strict=True)
+            for chunk in chunks
+            for row in range(rows)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +111,14 @@ Groups = dict[str, str]
 COPY = Copy()
 EXPERT = re.compile(r"\bexperts\.\d+\b")
 ONE_EXPERT = re.compile(r"experts\\\.\d")  # in a pattern: it is for this expert's tensors alone
-GROUP = re.compile(r"\(\?P<(\w+)>(?:[^()]|\([^()]*\))*\)")  # a named group in a pattern, which may hold groups that hold none
+# a named group in a pattern, which may hold groups that hold none
+GROUP = re.compile(r"\(\?P<(\w+)>(?:[^()]|\([^()]*\))*\)")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`pattern` must match the whole of a checkpoint name. `target` is a name in the module's state dict, a format template over the
-    pattern's named groups; None for Drop."""
+    """`pattern` must match the whole of a checkpoint name. `target` is a name in the module's state dict, a
+    format template over the pattern's named groups; None for Drop."""
 
     pattern: str
     target: str | None
@@ -133,16 +145,26 @@ class Matcher:
         self._known: dict[str, list[tuple[re.Pattern[str], Rule]]] = {}
 
     def match(self, name: str) -> tuple[Rule, Groups]:
-        # There are tens of thousands of experts' tensors: rules that are for all experts are tried for the first one's alone.
+        # There are tens of thousands of experts' tensors: rules that are for all experts are tried for the
+        # first one's alone.
         first = EXPERT.sub("experts.0", name)
         if first not in self._known:
             many = (pair for pair in self.compiled if pair not in self.single)
-            self._known[first] = [*self.single, *((pattern, rule) for pattern, rule in many if pattern.fullmatch(first))]
+            self._known[first] = [
+                *self.single,
+                *((pattern, rule) for pattern, rule in many if pattern.fullmatch(first)),
+            ]
         matches = [(rule, hit) for pattern, rule in self._known[first] if (hit := pattern.fullmatch(name))]
         if not matches:
-            raise LoadError(f"{name}: the model has no parameter for this tensor, none of its {len(self.compiled)} rules matches")
+            raise LoadError(
+                f"{name}: the model has no parameter for this tensor, none of its "
+                f"{len(self.compiled)} rules matches"
+            )
         if len(matches) > 1:
-            raise LoadError(f"{name}: {len(matches)} rules match this tensor: {', '.join(rule.pattern for rule, _ in matches)}")
+            raise LoadError(
+                f"{name}: {len(matches)} rules match this tensor: "
+                f"{', '.join(rule.pattern for rule, _ in matches)}"
+            )
         rule, hit = matches[0]
         return rule, {key: value or "" for key, value in hit.groupdict().items()}
 
@@ -164,7 +186,8 @@ def source_name(rule: Rule, target: str, expert: int | None = None) -> str | Non
 
 
 def _template_regex(template: str, groups: Mapping[str, str]) -> str:
-    """Matches everything that the template can give: a field's first occurrence is the group's expression, later ones refer to it."""
+    """Matches everything that the template can give: a field's first occurrence is the group's expression,
+    later ones refer to it."""
     parts: list[str] = []
     seen: set[str] = set()
     for literal, name, _, _ in Formatter().parse(template):

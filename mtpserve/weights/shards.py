@@ -1,16 +1,18 @@
-"""Which part of each parameter a rank has, where several compute one model together. Of each dimension it is one of these kinds:
+"""Which part of each parameter a rank has, where several compute one model together. Of each dimension it is
+one of these kinds:
 
     replicated    all of it
     blocks        one of as many equal blocks as the rank's dimension is smaller: rows of a first matrix (gate, up, q), heads, columns of a
-                  second one (down, out). Of fused matrices each has blocks of its own. With fewer blocks than ranks (key heads) several
-                  ranks have the same one
+                  second one (down, out). Of fused matrices each has blocks of its own. With fewer blocks than
+                  ranks (key heads) several ranks have the same one
     tokens        a block of the vocabulary; the last one is filled up with zeros
     once          on the first rank all, on the others zeros: biases of what the ranks sum
     experts       any of the experts' numbers, in any order
 
-The kind follows from the shapes of two modules that were built of the whole dimensions and of one rank's (core/arch/sharding.py), and from
-what their parts say of themselves: `parts` and `cuts`, `added_once` (layers/linear.py), `shared_tokens`, and of experts, which are the
-first dimension of their parameters (`experts_first`), `held`: the numbers of those that the rank has; None: all.
+The kind follows from the shapes of two modules that were built of the whole dimensions and of one rank's
+(core/arch/sharding.py), and from what their parts say of themselves: `parts` and `cuts`, `added_once`
+(layers/linear.py), `shared_tokens`, and of experts, which are the first dimension of their parameters
+(`experts_first`), `held`: the numbers of those that the rank has; None: all.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One dimension of a parameter: its size on the rank, and the stretches of the whole one, which has `whole`."""
+    """One dimension of a parameter: its size on the rank, and the stretches of the whole one, which has
+    `whole`."""
 
     whole: int
     size: int
@@ -66,13 +69,18 @@ class Dim:
 
     def divides(self, block: int) -> bool:
         """Pieces begin where blocks of so many numbers do, and end there or with the whole."""
-        numbers = (number for stretch in self.stretches for number in (stretch.start, stretch.at, stretch.stop % self.whole))
+        numbers = (
+            number
+            for stretch in self.stretches
+            for number in (stretch.start, stretch.at, stretch.stop % self.whole)
+        )
         return self.replicated or not any(number % block for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Of a tensor of the checkpoint the slices `taken`, to the slices `to` of a parameter, or of one of its experts."""
+    """Of a tensor of the checkpoint the slices `taken`, to the slices `to` of a parameter, or of one of its
+    experts."""
 
     expert: int | None
     taken: Slices
@@ -83,7 +91,8 @@ class Move:
         return (parameter if self.expert is None else parameter[self.expert])[self.to]
 
     def by(self, rows: int, columns: int) -> Move:
-        """Of tensors in which one number stands for so many rows and columns: each part begins a new one. columns 0: one for all."""
+        """Of tensors in which one number stands for so many rows and columns: each part begins a new one.
+        columns 0: one for all."""
         block_shape = (*(1,) * (len(self.to) - 2), rows, columns)
         taken, to = (tuple(map(coarse, slices, block_shape)) for slices in (self.taken, self.to))
         return Move(self.expert, taken, to)
@@ -116,9 +125,11 @@ class Shard:
         """The whole parameter's shape."""
         return tuple(dim.whole for dim in self.dims)
 
-    def moves(self, expert: int | None = None, rows: tuple[int, int] | None = None, every: bool = False) -> Iterator[Move]:
-        """For a tensor that is these rows (start, number) of the whole parameter, or of one expert's matrix in it, or of `every` one's;
-        None: all rows. None at all if the rank has nothing of it."""
+    def moves(
+        self, expert: int | None = None, rows: tuple[int, int] | None = None, every: bool = False
+    ) -> Iterator[Move]:
+        """For a tensor that is these rows (start, number) of the whole parameter, or of one expert's matrix
+        in it, or of `every` one's; None: all rows. None at all if the rank has nothing of it."""
         dims, places = self.dims, list[int | None]([None])
         if expert is not None:
             held = (stretch.inside(expert, expert + 1) for stretch in self.dims[0].stretches)
@@ -158,7 +169,11 @@ def once(size: int, ranks: Ranks) -> Dim:
 
 def experts(whole: int, numbers: Sequence[int]) -> Dim:
     """`numbers`: of the rank's experts, in the order of its parameter."""
-    return Dim(whole, len(numbers), tuple(joined(Stretch(number, number + 1, at) for at, number in enumerate(numbers))))
+    return Dim(
+        whole,
+        len(numbers),
+        tuple(joined(Stretch(number, number + 1, at) for at, number in enumerate(numbers))),
+    )
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
@@ -180,10 +195,18 @@ def joined(stretches: Sequence[Stretch] | Iterator[Stretch]) -> Iterator[Stretch
 
 
 def shards_of(whole: nn.Module, local: nn.Module, ranks: Ranks = ALONE) -> dict[str, Shard]:
-    """By the names of the parameters. `whole` may be on no device, and is `local` itself where there is one rank."""
+    """By the names of the parameters. `whole` may be on no device, and is `local` itself where there is one
+    rank."""
     places = parameters(local)
     return {
-        name: shard_of(name, tuple(parameter.shape), tuple(places[name].shape), owner_of(whole, name), owner_of(local, name), ranks)
+        name: shard_of(
+            name,
+            tuple(parameter.shape),
+            tuple(places[name].shape),
+            owner_of(whole, name),
+            owner_of(local, name),
+            ranks,
+        )
         for name, parameter in parameters(whole).items()
     }
 
@@ -192,7 +215,9 @@ def owner_of(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name.rpartition(".")[0])
 
 
-def shard_of(name: str, whole: tuple[int, ...], local: tuple[int, ...], of_whole: Any, of_own: Any, ranks: Ranks) -> Shard:
+def shard_of(
+    name: str, whole: tuple[int, ...], local: tuple[int, ...], of_whole: Any, of_own: Any, ranks: Ranks
+) -> Shard:
     leaf, held = name.rpartition(".")[2], getattr(of_own, "held", None)
     if held is None and leaf in getattr(of_own, "added_once", ()) and divided(of_whole, of_own):
         return Shard((once(whole[0], ranks), *map(replicated, whole[1:])))
@@ -206,13 +231,18 @@ def shard_of(name: str, whole: tuple[int, ...], local: tuple[int, ...], of_whole
         elif size == mine:
             dims.append(replicated(size))
         else:
-            parts = (cuts_of(of_whole, leaf, size), cuts_of(of_own, leaf, mine)) if number == in_parts else ((size,), (mine,))
+            parts = (
+                (cuts_of(of_whole, leaf, size), cuts_of(of_own, leaf, mine))
+                if number == in_parts
+                else ((size,), (mine,))
+            )
             dims.append(blocks(*parts, ranks))
     return Shard(tuple(dims))
 
 
 def divided(whole: nn.Module, local: nn.Module) -> bool:
-    """A rank has a part of what the module holds: of models that each rank computes alone it has everything."""
+    """A rank has a part of what the module holds: of models that each rank computes alone it has
+    everything."""
     pairs = zip(whole.parameters(recurse=False), local.parameters(recurse=False), strict=True)
     return any(one.shape != other.shape for one, other in pairs)
 

@@ -7,7 +7,8 @@ from statistics import median
 
 from tests.house.tree import KERNELS, PACKAGE, ROOT, Function, functions, name, sources, text
 
-FILE, KERNEL_FILE, MEDIAN_FILE = 400, 450, 150
+FILE_BYTES, LINE_COLUMNS = 18_000, 110  # of the package; a limit in lines would pack lines
+TEST_FILE, KERNEL_FILE, MEDIAN_FILE = 400, 450, 150  # lines
 FUNCTION, KERNEL_FUNCTION = 60, 160
 KERNEL_PARAMETERS = 25
 
@@ -21,8 +22,23 @@ def is_kernel(function: Function) -> bool:
     return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-def test_no_file_is_too_long() -> None:
-    limits = [(file, KERNEL_FILE if KERNELS in file.parents else FILE) for file in sources(PACKAGE, KERNELS, ROOT / "tests")]
+def test_no_file_of_the_package_is_too_long() -> None:
+    long = {name(file): size for file in sources(PACKAGE) if (size := len(file.read_bytes())) > FILE_BYTES}
+    assert not long
+
+
+def test_no_line_of_the_package_is_too_long() -> None:
+    long = [
+        f"{name(file)}:{number}"
+        for file in sources(PACKAGE)
+        for number, line in enumerate(text(file).splitlines(), 1)
+        if len(line) > LINE_COLUMNS
+    ]
+    assert not long
+
+
+def test_no_test_and_no_kernel_file_is_too_long() -> None:
+    limits = [(file, KERNEL_FILE if KERNELS in file.parents else TEST_FILE) for file in sources(KERNELS, ROOT / "tests")]
     long = {name(file): count for file, limit in limits if (count := len(text(file).splitlines())) > limit}
     assert not long
 

@@ -1,4 +1,5 @@
-"""A model's dimensions: read from its config by the family file, used by the cache, the planner and `inspect`."""
+"""A model's dimensions: read from its config by the family file, used by the cache, the planner and
+`inspect`."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ from mtpserve.core.arch.rope import RopeArch
 from mtpserve.core.arch.streams import StreamsArch
 
 Norm = Literal["pre", "post"]
-Ungated = Literal["relu2"]  # a feed-forward block without a gate: down(relu(up)^2) (https://arxiv.org/abs/2109.08668)
+# a feed-forward block without a gate: down(relu(up)^2) (https://arxiv.org/abs/2109.08668)
+Ungated = Literal["relu2"]
 FP8_BLOCK = (128, 128)  # rows and columns that share one scale in float8 checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The KV cache of one token in one layer. `mla`: one latent row of `key_dim` numbers whose first `value_dim` are the value."""
+    """The KV cache of one token in one layer. `mla`: one latent row of `key_dim` numbers whose first
+    `value_dim` are the value."""
 
     kind: Literal["gqa", "mla"]
     heads: int
@@ -35,9 +38,10 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """Of what a row may see it attends to the `best` tokens alone, all where there are no more (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556
-    §2.1). The layer scores tokens by an index key of `key_dim` numbers that it stores of each; 0: it stores none, and takes the tokens that
-    the last layer before it has selected."""
+    """Of what a row may see it attends to the `best` tokens alone, all where there are no more
+    (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 §2.1). The layer scores tokens by an index key of
+    `key_dim` numbers that it stores of each; 0: it stores none, and takes the tokens that the last layer
+    before it has selected."""
 
     best: int
     key_dim: int
@@ -45,9 +49,10 @@ class Selected:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """Besides its window a row attends to entries, latent rows like the layer's own that stand for `every` tokens each, as soon as it has
-    seen all of these: to all entries, or to those that are `selected` by index keys (DeepSeek-V4's two kinds of compressed attention).
-    `overlap`: an entry is made of the `every` tokens before its own, too."""
+    """Besides its window a row attends to entries, latent rows like the layer's own that stand for `every`
+    tokens each, as soon as it has seen all of these: to all entries, or to those that are `selected` by index
+    keys (DeepSeek-V4's two kinds of compressed attention). `overlap`: an entry is made of the `every` tokens
+    before its own, too."""
 
     every: int
     overlap: bool = False
@@ -63,15 +68,16 @@ class Compressed:
         return 0 if self.selected is None else self.selected.key_dim
 
     def inputs(self, entry: int) -> int:
-        """Numbers that a token keeps for entries of `entry` numbers and their index keys: values and gates, of both entries that it is a
-        part of."""
+        """Numbers that a token keeps for entries of `entry` numbers and their index keys: values and gates,
+        of both entries that it is a part of."""
         return 2 * (self.span // self.every) * (entry + self.index_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A layer kind: attention with KV of layout `kv`. `window`: a row attends to itself and the window - 1 tokens before it; None: to
-    itself and all tokens before it. `selected`: to some of these; None: to all. `compressed`: what it attends to besides its window."""
+    """A layer kind: attention with KV of layout `kv`. `window`: a row attends to itself and the window - 1
+    tokens before it; None: to itself and all tokens before it. `selected`: to some of these; None: to all.
+    `compressed`: what it attends to besides its window."""
 
     kv: KVLayout
     window: int | None = None
@@ -91,12 +97,18 @@ class Attention:
 
     @property
     def held(self) -> int | None:
-        """Tokens that the next row needs of those before it, itself included: the window, or what an entry is made of. None: all."""
-        return self.window if self.window is None or self.compressed is None else max(self.window, self.compressed.span)
+        """Tokens that the next row needs of those before it, itself included: the window, or what an entry is
+        made of. None: all."""
+        return (
+            self.window
+            if self.window is None or self.compressed is None
+            else max(self.window, self.compressed.span)
+        )
 
     @property
     def inputs(self) -> int:
-        """Numbers stored per token and layer of which entries are made. They are not rounded to fewer bits than is computed with."""
+        """Numbers stored per token and layer of which entries are made. They are not rounded to fewer bits
+        than is computed with."""
         return 0 if self.compressed is None else self.compressed.inputs(self.kv.key_dim)
 
     @property
@@ -108,7 +120,9 @@ class Attention:
         window = "" if self.window is None else f", window {self.window:,}"
         index = f", index key {self.index_dim}" if self.index_dim else ""
         beside = "" if self.inputs == 0 else f", {self.inputs:,} inputs of entries"
-        return f"{self.kv}{window}{beside}" + ("" if self.selected is None else f"{index}, best {self.selected.best:,}")
+        return f"{self.kv}{window}{beside}" + (
+            "" if self.selected is None else f"{index}, best {self.selected.best:,}"
+        )
 
     @property
     def entries(self) -> str:
@@ -121,9 +135,10 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A layer kind: a recurrence after a short convolution, by the gated delta rule (https://arxiv.org/abs/2412.06464) or Mamba-2's
-    (https://arxiv.org/abs/2405.21060 §7), whose groups and heads are the key and value heads. It keeps of each request a matrix [key_dim,
-    value_dim] for each of the value heads, and the convolution's inputs of the last `taps` - 1 tokens. A key head serves value_heads /
+    """A layer kind: a recurrence after a short convolution, by the gated delta rule
+    (https://arxiv.org/abs/2412.06464) or Mamba-2's (https://arxiv.org/abs/2405.21060 §7), whose groups and
+    heads are the key and value heads. It keeps of each request a matrix [key_dim, value_dim] for each of the
+    value heads, and the convolution's inputs of the last `taps` - 1 tokens. A key head serves value_heads /
     key_heads of them."""
 
     key_heads: int
@@ -131,7 +146,8 @@ class Recurrent:
     key_dim: int
     value_dim: int
     taps: int
-    grouped: bool = False  # the projections of the inputs have q, k, v and gates of each key head side by side
+    # the projections of the inputs have q, k, v and gates of each key head side by side
+    grouped: bool = False
     rule: Literal["delta", "mamba2"] = "delta"
     conv_bias: bool = False
 
@@ -151,14 +167,15 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """A layer kind: a feed-forward block alone, which keeps nothing. Where there are such layers, those that attend or keep a state have
-    none beside it (Nemotron-H)."""
+    """A layer kind: a feed-forward block alone, which keeps nothing. Where there are such layers, those that
+    attend or keep a state have none beside it (Nemotron-H)."""
 
     def __str__(self) -> str:
         return "a feed-forward block"
 
 
-LayerKind = Attention | Recurrent | FeedForward  # what a layer keeps between two steps, and of which tokens. Equal kinds share a store
+# what a layer keeps between two steps, and of which tokens. Equal kinds share a store
+LayerKind = Attention | Recurrent | FeedForward
 
 
 def attention_kinds(layers: Iterable[LayerKind]) -> list[Attention]:
@@ -172,8 +189,8 @@ def recurrent_kinds(layers: Iterable[LayerKind]) -> list[Recurrent]:
 
 
 def page_groups(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:
-    """Layers that hold as many tokens share their pages: the windows, each once. Full attention, None, comes first where there is any; the
-    entries of compressed tokens are in its pages."""
+    """Layers that hold as many tokens share their pages: the windows, each once. Full attention, None, comes
+    first where there is any; the entries of compressed tokens are in its pages."""
     kinds = attention_kinds(layers)
     whole = [None for kind in kinds if kind.compressed is not None]
     return tuple(sorted({*whole, *(kind.held for kind in kinds)}, key=lambda window: window or 0))
@@ -197,8 +214,8 @@ class MLAArch:
 
 @dataclass(frozen=True, slots=True)
 class SharedKVArch:
-    """Attention in which one latent row is the key and the value of all heads (DeepSeek-V4). The output projection is one in two: heads in
-    `groups`, each of which is brought to `out_rank` numbers."""
+    """Attention in which one latent row is the key and the value of all heads (DeepSeek-V4). The output
+    projection is one in two: heads in `groups`, each of which is brought to `out_rank` numbers."""
 
     q_rank: int
     groups: int
@@ -207,8 +224,9 @@ class SharedKVArch:
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """A gated activation within limits: gate * sigmoid(alpha * gate) * (up + plus), gate at most `most`, up between -limit and limit
-    (gpt-oss's has plus 1, https://arxiv.org/abs/2508.10925 §2; with alpha 1 and plus 0 it is silu(gate) * up)."""
+    """A gated activation within limits: gate * sigmoid(alpha * gate) * (up + plus), gate at most `most`, up
+    between -limit and limit (gpt-oss's has plus 1, https://arxiv.org/abs/2508.10925 §2; with alpha 1 and plus
+    0 it is silu(gate) * up)."""
 
     alpha: float
     most: float
@@ -222,8 +240,8 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True)
 class IndexerArch:
-    """What scores the tokens of `Selected`: query heads of the index keys' size. Of both as many numbers are rotated as the attention
-    rotates, the first ones, `interleaved` or in halves."""
+    """What scores the tokens of `Selected`: query heads of the index keys' size. Of both as many numbers are
+    rotated as the attention rotates, the first ones, `interleaved` or in halves."""
 
     heads: int
     interleaved: bool
@@ -231,8 +249,8 @@ class IndexerArch:
 
 @dataclass(frozen=True, slots=True)
 class MoEArch:
-    """`scores` sigmoid is DeepSeek-V3's routing: the best groups, then top_k of their experts. With softmax over all experts, or with
-    DeepSeek-V4's root of a softplus, there are no groups."""
+    """`scores` sigmoid is DeepSeek-V3's routing: the best groups, then top_k of their experts. With softmax
+    over all experts, or with DeepSeek-V4's root of a softplus, there are no groups."""
 
     experts: int
     top_k: int
@@ -244,13 +262,18 @@ class MoEArch:
     scale: float
     renormalise: bool
     scores: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "sigmoid"
-    router_bias: Literal["choice", "logits"] | None = "choice"  # added to the scores for the choice alone, or to what they are made of
+    # added to the scores for the choice alone, or to what they are made of
+    router_bias: Literal["choice", "logits"] | None = "choice"
     biases: bool = False  # of the experts' products
     gate: ClampedGate | Ungated | None = None  # of the routed experts; None: silu(gate) * up
     beside: ClampedGate | Ungated | None = None  # of the shared expert
-    latent: int = 0  # the routed experts get that many numbers, projected from the hidden ones, and so does their sum; 0: the hidden ones
-    by_token: tuple[int, ...] = ()  # layers in which a table says which experts each token has, and the router only their weights
-    shared_gate: bool = False  # the shared expert's output is multiplied with the sigmoid of a number of its own
+    # the routed experts get that many numbers, projected from the hidden ones, and so does their sum; 0: the
+    # hidden ones
+    latent: int = 0
+    # layers in which a table says which experts each token has, and the router only their weights
+    by_token: tuple[int, ...] = ()
+    # the shared expert's output is multiplied with the sigmoid of a number of its own
+    shared_gate: bool = False
     by_rank: bool = False  # each of several ranks has some experts whole; otherwise a part of each
 
 
@@ -267,11 +290,12 @@ class MTPArch:
     """How families' MTP layers differ."""
 
     layers: int
-    # The order of the two halves of the fusing projection's input; sum: a projection for each, added for each stream.
+    # The order of the two halves of the fusing projection's input; sum: a projection for each, added for each
+    # stream.
     fusion: Literal["embedding-hidden", "hidden-embedding", "sum"]
     hidden_in: Norm  # the trunk's hidden state before or after its final norm
-    # The next draft step gets the layer's own output before or after its final norm. None: it gets what the first one gets of the trunk,
-    # by a layer of its own.
+    # The next draft step gets the layer's own output before or after its final norm. None: it gets what the
+    # first one gets of the trunk, by a layer of its own.
     recycle: Norm | None
     norm: Literal["own", "trunk"] = "own"  # its final norm
     head: Literal["own", "trunk"] = "trunk"  # the language-model head after it
@@ -285,12 +309,15 @@ class MTPArch:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The trunk's outputs that a draft model gets, concatenated for each row. By default none. The trunk gives each row its own."""
+    """The trunk's outputs that a draft model gets, concatenated for each row. By default none. The trunk
+    gives each row its own."""
 
     taps: tuple[int, ...] = ()  # the outputs of these layers
     last: Norm | None = None  # the last layer's output, before or after the final norm
     rows: int = 1  # the row's own, those of the row before it, and so on, side by side
-    chained: bool = False  # of the rows before it, what the draft model's own modules have made of them (core.protocols.models.DraftModel)
+    # of the rows before it, what the draft model's own modules have made of them
+    # (core.protocols.models.DraftModel)
+    chained: bool = False
 
     def width(self, hidden: int, streams: int = 1) -> int:
         """What comes before the final norm has as many numbers for each of the residual `streams`."""
@@ -335,12 +362,15 @@ class ModelArch:
     qkv_bias: bool = False
     out_bias: bool = False  # of the attention
     head_norms: bool = False  # each head of q and k is normed before it is rotated
-    out_gate: bool = False  # what a head has attended to is multiplied by the sigmoid of numbers that the projection of q gives after q
+    # what a head has attended to is multiplied by the sigmoid of numbers that the projection of q gives after
+    # q
+    out_gate: bool = False
     head_gate: bool = False  # the same, by one number for each head from a projection of its own
     gates: tuple[LayerGates | None, ...] = ()  # of each layer; None, or no tuple at all: as `moe` has it
     window_rope: RopeArch | None = None  # of layers with a window, where it is another
     value_scale: float = 1.0  # values are multiplied with it
-    sinks: Literal["all", "windows"] | None = None  # layers whose heads have a sink, see core.protocols.attention.Context
+    # layers whose heads have a sink, see core.protocols.attention.Context
+    sinks: Literal["all", "windows"] | None = None
     gate: Ungated | None = None  # of feed-forward blocks without experts; None: silu(gate) * up
 
     def heads_of(self, kind: Attention) -> int:
@@ -365,7 +395,8 @@ class ModelArch:
 
     @property
     def shared_layers(self) -> int:
-        """How many of the layers, the first ones, ranks share. What was published apart is computed by each."""
+        """How many of the layers, the first ones, ranks share. What was published apart is computed by
+        each."""
         return len(self.layers) - (len(self.draft.layers) if self.draft else 0)
 
     @property
@@ -378,12 +409,18 @@ class ModelArch:
         """That the draft model gets of the trunk."""
         if self.draft is not None:
             return self.draft.features
-        return Features() if self.mtp is None else Features(last=self.mtp.hidden_in, rows=self.mtp.layers, chained=self.mtp.chained)
+        return (
+            Features()
+            if self.mtp is None
+            else Features(last=self.mtp.hidden_in, rows=self.mtp.layers, chained=self.mtp.chained)
+        )
 
     @property
     def own_draft_head(self) -> bool:
         """The draft model does not share the trunk's language-model head."""
-        return self.draft.own_head if self.draft is not None else self.mtp is not None and self.mtp.head == "own"
+        return (
+            self.draft.own_head if self.draft is not None else self.mtp is not None and self.mtp.head == "own"
+        )
 
     @property
     def feed_forwards(self) -> list[int]:
@@ -395,6 +432,15 @@ class ModelArch:
     @property
     def summary(self) -> str:
         """In one line, for people."""
-        mtp = "no MTP layer" if self.mtp is None else "an MTP layer" if self.mtp.layers == 1 else f"{self.mtp.layers} MTP layers"
+        mtp = (
+            "no MTP layer"
+            if self.mtp is None
+            else "an MTP layer"
+            if self.mtp.layers == 1
+            else f"{self.mtp.layers} MTP layers"
+        )
         mtp = mtp if self.draft is None else self.draft.kind
-        return f"{self.family} with {self.num_layers} layers of {self.hidden}, {self.heads} heads, a vocabulary of {self.vocab}, {mtp}"
+        return (
+            f"{self.family} with {self.num_layers} layers of {self.hidden}, {self.heads} heads, a "
+            f"vocabulary of {self.vocab}, {mtp}"
+        )

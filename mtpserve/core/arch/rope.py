@@ -24,8 +24,9 @@ class LinearRopeArch:
 
 @dataclass(frozen=True, slots=True)
 class Llama3RopeArch:
-    """Dimensions that turn less often than `low` times in the original context are stretched by `factor`, those that turn more often than
-    `high` times are left alone (Llama 3.1, https://arxiv.org/abs/2407.21783 §3.4.2 and its published code)."""
+    """Dimensions that turn less often than `low` times in the original context are stretched by `factor`,
+    those that turn more often than `high` times are left alone (Llama 3.1, https://arxiv.org/abs/2407.21783
+    §3.4.2 and its published code)."""
 
     factor: float
     low: float

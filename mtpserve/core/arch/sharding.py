@@ -1,9 +1,11 @@
-"""The dimensions of one rank's part of a model: Megatron's split of each layer (https://arxiv.org/abs/1909.08053 §3).
+"""The dimensions of one rank's part of a model: Megatron's split of each layer
+(https://arxiv.org/abs/1909.08053 §3).
 
-Heads and intermediate sizes are divided by the number of ranks, or the routed experts by their numbers (`MoEArch.by_rank`). A key head is
-kept by several ranks where there are fewer of them than ranks, each with its own query heads of that group. The latent row of MLA, index
-keys, routers, norms and projections between hidden states are whole on every rank. The vocabulary is whole here, too: its rows are divided
-by layers/embedding.py.
+Heads and intermediate sizes are divided by the number of ranks, or the routed experts by their numbers
+(`MoEArch.by_rank`). A key head is kept by several ranks where there are fewer of them than ranks, each with
+its own query heads of that group. The latent row of MLA, index keys, routers, norms and projections between
+hidden states are whole on every rank. The vocabulary is whole here, too: its rows are divided by
+layers/embedding.py.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ MOST = 64  # ranks that an error message tries
 
 
 def one_rank(arch: ModelArch, size: int) -> ModelArch:
-    """`arch` as one of `size` ranks computes it. Raises ConfigError where the ranks would not have equal parts."""
+    """`arch` as one of `size` ranks computes it. Raises ConfigError where the ranks would not have equal
+    parts."""
     if size == 1:
         return arch
     for name, value in uneven(arch, size):
         fit = ", ".join(str(other) for other in range(1, MOST + 1) if not any(uneven(arch, other)))
-        raise ConfigError(f"--tensor-parallel-size {size} does not fit this model's {value} {name}; sizes that do: {fit}")
+        raise ConfigError(
+            f"--tensor-parallel-size {size} does not fit this model's {value} {name}; sizes that do: {fit}"
+        )
     shared = arch.layers[: arch.shared_layers]
     moe, shared_kv = arch.moe, arch.shared_kv
     return replace(
@@ -31,7 +36,9 @@ def one_rank(arch: ModelArch, size: int) -> ModelArch:
         layers=(*(kind_of(kind, size) for kind in shared), *arch.layers[arch.shared_layers :]),
         heads=arch.heads // size,
         intermediate=arch.intermediate // size if any_dense(arch) else arch.intermediate,
-        moe=None if moe is None else replace(moe, size=moe.size if moe.by_rank else moe.size // size, shared=moe.shared // size),
+        moe=None
+        if moe is None
+        else replace(moe, size=moe.size if moe.by_rank else moe.size // size, shared=moe.shared // size),
         shared_kv=None if shared_kv is None else replace(shared_kv, groups=shared_kv.groups // size),
     )
 
@@ -60,7 +67,10 @@ def uneven(arch: ModelArch, size: int) -> Iterator[tuple[str, int]]:
             if kind.kv.kind == "gqa" and size % kind.kv.heads:
                 dimensions.append(("key heads", kind.kv.heads))
         elif isinstance(kind, Recurrent):
-            dimensions += [("key heads of recurrent layers", kind.key_heads), ("value heads of recurrent layers", kind.value_heads)]
+            dimensions += [
+                ("key heads of recurrent layers", kind.key_heads),
+                ("value heads of recurrent layers", kind.value_heads),
+            ]
     if arch.shared_kv is not None:
         dimensions.append(("groups of the output projection", arch.shared_kv.groups))
     widths = [("numbers of the intermediate size", arch.intermediate)] if any_dense(arch) else []

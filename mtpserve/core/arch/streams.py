@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StreamsArch:
-    """Manifold-constrained hyper-connections (https://arxiv.org/abs/2512.24880): instead of one residual stream there are `number`, which
-    each layer mixes by a matrix that `iterations` of Sinkhorn's make doubly stochastic."""
+    """Manifold-constrained hyper-connections (https://arxiv.org/abs/2512.24880): instead of one residual
+    stream there are `number`, which each layer mixes by a matrix that `iterations` of Sinkhorn's make doubly
+    stochastic."""
 
     number: int
     iterations: int

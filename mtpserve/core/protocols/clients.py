@@ -6,7 +6,15 @@ from collections.abc import AsyncGenerator, Sequence as Seq
 from typing import Protocol
 
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.request import EngineState, EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import (
+    EngineState,
+    EngineStats,
+    ModelCard,
+    Request,
+    SpecChange,
+    SpecReport,
+    TokenEvent,
+)
 
 
 class RequestClient(Protocol):
@@ -15,8 +23,8 @@ class RequestClient(Protocol):
     card: ModelCard
 
     def submit(self, request: Request) -> AsyncGenerator[list[TokenEvent], None]:
-        """Events until one has `finish`: each time those that have come since the last, at least one. Closing the iterator early aborts the
-        request. Raises EngineBusy or EngineDead."""
+        """Events until one has `finish`: each time those that have come since the last, at least one. Closing
+        the iterator early aborts the request. Raises EngineBusy or EngineDead."""
         ...
 
     def abort(self, request_id: str) -> None: ...
@@ -44,10 +52,11 @@ class EngineClient(RequestClient, Protocol):
         ...
 
     async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
-        """Set the depth of later proposals, where it is not fixed; an empty change only asks. The reports of the engines that are up,
-        at least one, by number. Raises EngineDead."""
+        """Set the depth of later proposals, where it is not fixed; an empty change only asks. The reports of
+        the engines that are up, at least one, by number. Raises EngineDead."""
         ...
 
     async def profile(self, change: ProfileChange) -> Seq[ProfileReport]:
-        """Begins a trace of what is computed, or ends one: the reports of the engines that are up, at least one. Raises EngineDead."""
+        """Begins a trace of what is computed, or ends one: the reports of the engines that are up, at least
+        one. Raises EngineDead."""
         ...

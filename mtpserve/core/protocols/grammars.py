@@ -19,7 +19,8 @@ class Grammar(Protocol):
         ...
 
     def masks(self, paths: Seq[Seq[int]], rows: ndarray[Any, Any]) -> list[bool]:
-        """What may follow each path after the output: bit j of word i of its row is token 32 i + j. rows [n, words] int32.
+        """What may follow each path after the output: bit j of word i of its row is token 32 i + j. rows [n,
+        words] int32.
 
         False for a path that is itself not allowed; its row is then all ones.
         """

@@ -24,14 +24,15 @@ class Packed(Protocol):
 
 class Pack(Protocol):
     def __call__(self, weight: Tensor, bias: Tensor | None, lookups: bool, /) -> Packed | None:
-        """weight [N, K], bias [N]; None: torch multiplies the weight as it is. May reorder the weight's own memory, which nobody else
-        reads afterwards. `lookups`: every step reads single rows, too."""
+        """weight [N, K], bias [N]; None: torch multiplies the weight as it is. May reorder the weight's own
+        memory, which nobody else reads afterwards. `lookups`: every step reads single rows, too."""
         ...
 
 
 class PackInt8(Protocol):
     def __call__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, /) -> Packed:
-        """weight [N, K] int8, scale [N], bias [N]. A product rounds each row of x to int8, too. May reorder the weight's memory."""
+        """weight [N, K] int8, scale [N], bias [N]. A product rounds each row of x to int8, too. May reorder
+        the weight's memory."""
         ...
 
 
@@ -45,16 +46,20 @@ class LinearKernels(Protocol):
     def pack_int8(self) -> PackInt8: ...
 
     @property
-    def linear(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]: ...  # x [T, K], weight [N, K], bias [N] → x W^T + bias
+    # x [T, K], weight [N, K], bias [N] → x W^T + bias
+    def linear(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]: ...
 
     @property
     def linear_stored(self) -> LinearStored: ...
 
 
 class LinearStored(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None, /) -> Tensor:
-        """x [T, K], bias [N] → [T, N]: x W^T + bias. The matrix is float8 [N, K] with scales [N / 128, K / 128] rounded up, or float8 or
-        integers of four bits [N, K / 2] with scales and zeros [N, groups]: see quant/stored.py."""
+    def __call__(
+        self, x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None, /
+    ) -> Tensor:
+        """x [T, K], bias [N] → [T, N]: x W^T + bias. The matrix is float8 [N, K] with scales [N / 128, K /
+        128] rounded up, or float8 or integers of four bits [N, K / 2] with scales and zeros [N, groups]: see
+        quant/stored.py."""
         ...
 
 
@@ -70,6 +75,6 @@ class LinearMethod(Protocol):
         ...
 
     def rows(self, module: nn.Module, ids: Tensor) -> Tensor:
-        """A copy of the weight's rows `ids` [n], as numbers [n, inputs], float32 where they are stored in fewer bits than the model
-        computes with; after `finish`."""
+        """A copy of the weight's rows `ids` [n], as numbers [n, inputs], float32 where they are stored in
+        fewer bits than the model computes with; after `finish`."""
         ...

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 class LogitsProcessor(Protocol):
     """A class of the operator's own, named at launch. Called for every row whose logits decide something."""
 
-    def __call__(self, tokens: list[int], prompt_len: int, params: Mapping[str, object], logits: Tensor) -> Tensor:
-        """`tokens` are prompt, output and the proposed tokens that lead here; `params` the request's custom_params; logits [vocabulary]
-        float32 → the same. An exception ends the request, not the engine."""
+    def __call__(
+        self, tokens: list[int], prompt_len: int, params: Mapping[str, object], logits: Tensor
+    ) -> Tensor:
+        """`tokens` are prompt, output and the proposed tokens that lead here; `params` the request's
+        custom_params; logits [vocabulary] float32 → the same. An exception ends the request, not the
+        engine."""
         ...

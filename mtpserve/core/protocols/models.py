@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Trunk(Protocol):
-    """A model without its drafters. Rows of all requests are one dimension; only attention knows which request they belong to."""
+    """A model without its drafters. Rows of all requests are one dimension; only attention knows which
+    request they belong to."""
 
     arch: ModelArch
 
@@ -29,35 +30,43 @@ class Trunk(Protocol):
 
 
 class DraftModel(Protocol):
-    """A model that proposes tokens: an MTP layer, an EAGLE head, a small model of its own. Its row with slot s knows token s.
-    It is handed one context for each of its layers.
+    """A model that proposes tokens: an MTP layer, an EAGLE head, a small model of its own. Its row with slot
+    s knows token s. It is handed one context for each of its layers.
 
     lag 1 (MTP, EAGLE)     row s - 1 joins the trunk's features of token s - 1 with token s; its position is s - 1; slot 0 has no row
     lag 0 (a small model)  row s has token s alone; its position is s
 
-    With features of K rows (Features.rows) its layers are K modules, and draft i + 1 comes from module i: its row with slot s joins the
-    features of token s - 1 - i with token s, stands at position s - 1 - i, and sees those of its rows that stand before it. Where they are
-    chained, module i + 1 gets in slot s what module i gave in slot s - 1: see ChainedModules.
+    With features of K rows (Features.rows) its layers are K modules, and draft i + 1 comes from module i: its
+    row with slot s joins the features of token s - 1 - i with token s, stands at position s - 1 - i, and sees
+    those of its rows that stand before it. Where they are chained, module i + 1 gets in slot s what module i
+    gave in slot s - 1: see ChainedModules.
     """
 
     lag: int
     at_once: bool  # one pass gives all drafts (Medusa's heads, DFlash's block), and `step` needs no contexts
-    mask: int | None  # of a block: the token that stands for each draft in that pass, whose rows see each other; None: there is none
+    # of a block: the token that stands for each draft in that pass, whose rows see each other; None: there is
+    # none
+    mask: int | None
     features: Features  # what `extend` is fed with
     layers: tuple[LayerKind, ...]  # its own, stored in the same pages after the trunk's
     tokens: Tensor | None  # [n] ascending, for which its `logits` are; None: the whole vocabulary
 
-    def extend(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Seq[Context]) -> Hidden:
+    def extend(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Seq[Context]
+    ) -> Hidden:
         """Rows [T] of what is committed, features [T, Features.width] of the trunk."""
         ...
 
-    def store_kv(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Seq[Context]) -> None:
+    def store_kv(
+        self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Seq[Context]
+    ) -> None:
         """As `extend`, for what later rows need of these: their keys and values."""
         ...
 
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Seq[Context]) -> Hidden:
-        """Rows of its own drafts; `state` is the features of its own output for the row before. Of modules, those of the trunk that are
-        known for the modules that are left: each pass has one less. At once: what is left of the state, for the next draft."""
+        """Rows of its own drafts; `state` is the features of its own output for the row before. Of modules,
+        those of the trunk that are known for the modules that are left: each pass has one less. At once: what
+        is left of the state, for the next draft."""
         ...
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
@@ -71,14 +80,19 @@ class BlockModel(DraftModel, Protocol):
     causal: tuple[bool, ...]  # of each layer: a block's rows see only those before them, and not all of them
 
     def block(self, ids: Tensor, positions: Tensor, contexts: Seq[Context]) -> Hidden:
-        """[D, rows], the last token and a mask for each draft → the output for the first, as features what `step` makes the others of."""
+        """[D, rows], the last token and a mask for each draft → the output for the first, as features what
+        `step` makes the others of."""
 
 
 class ChainedModules(DraftModel, Protocol):
-    """With Features.chained: who calls it knows which row is before which, so that it calls one module after the other."""
+    """With Features.chained: who calls it knows which row is before which, so that it calls one module after
+    the other."""
 
-    def module(self, number: int, ids: Tensor, positions: Tensor, features: Tensor, contexts: Seq[Context]) -> Hidden:
-        """features [T, hidden]: the trunk's for module 0, for others those that the module before gave for the row before each."""
+    def module(
+        self, number: int, ids: Tensor, positions: Tensor, features: Tensor, contexts: Seq[Context]
+    ) -> Hidden:
+        """features [T, hidden]: the trunk's for module 0, for others those that the module before gave for
+        the row before each."""
         ...
 
     def store_last_kv(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: Seq[Context]) -> None:
@@ -90,7 +104,8 @@ class DraftSource(Protocol):
     """Where a drafter's model comes from: what an entry of config.drafters names."""
 
     def in_checkpoint(self, path: str | None) -> bool:
-        """Whether it is the checkpoint's own MTP layer, or one that was published apart in the same layout. `path`: of the draft model."""
+        """Whether it is the checkpoint's own MTP layer, or one that was published apart in the same layout.
+        `path`: of the draft model."""
         ...
 
     def build(self, trunk: Trunk) -> DraftModel:
@@ -98,8 +113,8 @@ class DraftSource(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes what the next step verifies. Rows are absorbed also where nothing is wanted, at once or in a later step, so that the draft
-    model's KV stays aligned."""
+    """Proposes what the next step verifies. Rows are absorbed also where nothing is wanted, at once or in a
+    later step, so that the draft model's KV stays aligned."""
 
     sizes: DraftSizes
     coupled: bool  # drafts are point masses, for all requests
@@ -115,11 +130,14 @@ class Drafter(Protocol):
         """Of its draft model; None: it has none."""
         ...
 
-    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
-        """Called after the seats were advanced by the verdict and the surviving rows moved together. `draft_targets` speaks of the spans in
-        `batch.draft_spans`. None when no request wants any."""
+    def draft(
+        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
+    ) -> Drafts | None:
+        """Called after the seats were advanced by the verdict and the surviving rows moved together.
+        `draft_targets` speaks of the spans in `batch.draft_spans`. None when no request wants any."""
         ...
 
     def store_deferred_kv(self, batch: Batch) -> None:
-        """Absorb rows whose step has deferred that. Each span has the last rows of its request that were computed."""
+        """Absorb rows whose step has deferred that. Each span has the last rows of its request that were
+        computed."""
         ...

@@ -7,10 +7,12 @@ from typing import Protocol
 
 
 class CacheObserver(Protocol):
-    """Hears what becomes of the prefix cache's pages. `tier`: "device", "host" or "disk". It is called between steps and must be quick."""
+    """Hears what becomes of the prefix cache's pages. `tier`: "device", "host" or "disk". It is called
+    between steps and must be quick."""
 
     def stored(self, keys: Seq[bytes], parent: bytes | None, tokens: Seq[int], tier: str) -> None:
-        """Consecutive pages can be found from now on, with these tokens after the page `parent` (None: the first of a text)."""
+        """Consecutive pages can be found from now on, with these tokens after the page `parent` (None: the
+        first of a text)."""
         ...
 
     def removed(self, keys: Seq[bytes], tier: str) -> None: ...

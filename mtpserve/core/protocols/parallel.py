@@ -1,5 +1,5 @@
-"""The processes that compute one model together: each a part of every layer (tensor parallel), or each its own requests with the experts
-spread over all of them (expert parallel)."""
+"""The processes that compute one model together: each a part of every layer (tensor parallel), or each its
+own requests with the experts spread over all of them (expert parallel)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """What a layer needs of the other ranks. All ranks call the same methods in the same order with tensors of the same shapes, and each
-    gets the same bits: they choose tokens from these numbers, each for itself."""
+    """What a layer needs of the other ranks. All ranks call the same methods in the same order with tensors
+    of the same shapes, and each gets the same bits: they choose tokens from these numbers, each for
+    itself."""
 
     rank: int  # 0 … size - 1
     size: int
@@ -62,8 +63,8 @@ def share(numbers: int, size: int) -> int:
 
 
 class Peers(Protocol):
-    """How engines that share their experts talk, or their ranks of one number. All call the same methods in the same order. Raises
-    EngineDead where one of them is gone or does not answer in time."""
+    """How engines that share their experts talk, or their ranks of one number. All call the same methods in
+    the same order. Raises EngineDead where one of them is gone or does not answer in time."""
 
     rank: int  # 0 … size - 1: the engine's number
     size: int
@@ -73,15 +74,18 @@ class Peers(Protocol):
         ...
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """rows [sum(sent), n], for rank 0 first → [sum(received), n], from rank 0 first. n is the same everywhere."""
+        """rows [sum(sent), n], for rank 0 first → [sum(received), n], from rank 0 first. n is the same
+        everywhere."""
         ...
 
 
-ComputeExperts = Callable[["Tensor", "Tensor"], "Tensor"]  # x [P, H], chosen [P, 1] of this rank's experts → [P, H], not weighted
+# x [P, H], chosen [P, 1] of this rank's experts → [P, H], not weighted
+ComputeExperts = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 class SpreadExperts(Protocol):
-    """Where a model's routed experts are, and the rows' way to them and back. Layers have the numbers of `ModelArch.layers`."""
+    """Where a model's routed experts are, and the rows' way to them and back. Layers have the numbers of
+    `ModelArch.layers`."""
 
     def owned(self, layer: int, experts: int) -> Sequence[int]:
         """The numbers of this process's experts, of so many of that layer, rising."""
@@ -92,6 +96,6 @@ class SpreadExperts(Protocol):
         ...
 
     def outputs(self, layer: int, x: Tensor, topk_ids: Tensor) -> Tensor:
-        """x [T, H], topk_ids [T, K] → [T, K, H]: what each chosen expert makes of the row; zeros where another rank of this engine has it
-        computed. Raises EngineDead."""
+        """x [T, H], topk_ids [T, K] → [T, K, H]: what each chosen expert makes of the row; zeros where
+        another rank of this engine has it computed. Raises EngineDead."""
         ...

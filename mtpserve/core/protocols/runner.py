@@ -21,7 +21,8 @@ class Launched(Protocol):
 
     @property
     def ended(self) -> StepEnd | None:
-        """Its end as the device has it, which is certainly over when a later step has been read. None: it ends when it can be read."""
+        """Its end as the device has it, which is certainly over when a later step has been read. None: it
+        ends when it can be read."""
         ...
 
     def result(self) -> StepResult:
@@ -37,20 +38,24 @@ class ModelRunner(Protocol):
 
     @property
     def processors(self) -> bool:
-        """The operator's own processors run between steps: each step of a request must have been read before its next is launched."""
+        """The operator's own processors run between steps: each step of a request must have been read before
+        its next is launched."""
         ...
 
     def reshape(self, shape: DraftShape) -> None:
-        """While nothing runs: `sizes` are this shape's from now on. Raises ConfigError for more than it was built with."""
+        """While nothing runs: `sizes` are this shape's from now on. Raises ConfigError for more than it was
+        built with."""
         ...
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Start one step, after those that were started before. A request that cannot be seated has an error in its span's result, and
-        in those of all its later spans; any other fault is raised here, or by `result`."""
+        """Start one step, after those that were started before. A request that cannot be seated has an error
+        in its span's result, and in those of all its later spans; any other fault is raised here, or by
+        `result`."""
         ...
 
     def check(self) -> None:
-        """While nothing runs. Raises EngineDead where a process that computes a part of the model has ended."""
+        """While nothing runs. Raises EngineDead where a process that computes a part of the model has
+        ended."""
         ...
 
     def close(self) -> None:

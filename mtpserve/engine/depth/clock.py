@@ -1,8 +1,8 @@
 """How long steps took, each from the end of the last one to its own.
 
-Where a device computes, ends are what its own clock says. The host reads a step after it has launched the next one, and the launch may take
-longer than the device: a step with prompts is launched kernel by kernel, in 27 ms with 36 layers on an H200, so that the host would find
-that the step before it had taken so long.
+Where a device computes, ends are what its own clock says. The host reads a step after it has launched the
+next one, and the launch may take longer than the device: a step with prompts is launched kernel by kernel, in
+27 ms with 36 layers on an H200, so that the host would find that the step before it had taken so long.
 
     host     launch 1 | launch 2: prompts, kernel by kernel | read 1 | launch 3 | read 2
     device            | 1 |  2  …  …  …  …  …  …  …  …  … |        | 3 |
@@ -32,13 +32,16 @@ class StepClock:
     def idle(self) -> None:
         self._booked = 0.0
 
-    def booked(self, planned: ScheduledStep, began: float, ended: StepEnd | None) -> tuple[ScheduledStep, float] | None:
-        """A step whose planning began at `began` has been read. → the last step of which it is known, and its seconds: this one, or with a
-        device's clock the one before it, whose end is certainly over."""
+    def booked(
+        self, planned: ScheduledStep, began: float, ended: StepEnd | None
+    ) -> tuple[ScheduledStep, float] | None:
+        """A step whose planning began at `began` has been read. → the last step of which it is known, and its
+        seconds: this one, or with a device's clock the one before it, whose end is certainly over."""
         last, self._booked = self._booked or began, perf_counter()
         elapsed, since = self._booked - began, self._booked - last
         if ended is None:
-            # While steps follow each other, each takes from the end of the last one to its own. A longer pause is the caller's.
+            # While steps follow each other, each takes from the end of the last one to its own. A longer
+            # pause is the caller's.
             return planned, since if since <= 2 * elapsed else elapsed
         step, before = self._unread, None if self._unread is None else self._unread.ended
         self._unread = Unread(planned, elapsed, ended, before)

@@ -1,4 +1,5 @@
-"""What steps take with few and many requests, deep and not, measured at start: the first choices of a depth are no guesses then."""
+"""What steps take with few and many requests, deep and not, measured at start: the first choices of a depth
+are no guesses then."""
 
 from __future__ import annotations
 
@@ -10,10 +11,14 @@ from mtpserve.engine.depth.control import EngineControl
 from mtpserve.engine.depth.policy import SETTLING, DepthPolicy
 from mtpserve.engine.depth.step_times import StepTimes
 
-SECONDS, TOKENS = 6.0, 64  # in all; and of each request. More requests, whose steps are longer, are not measured when the time is over
+# in all; and of each request. More requests, whose steps are longer, are not measured when the time is over
+SECONDS, TOKENS = 6.0, 64
 WARM_UP = 0.2  # seconds of steps before them
-STEPS, FEWEST, ENOUGH_S = 6, 2, 0.3  # of each number of requests and depth, and of slow ones; the first is not measured
-MEASURED = 0.015  # seconds of steps that are measured of each, at most: these are many steps where they are short, and vary more
+# of each number of requests and depth, and of slow ones; the first is not measured
+STEPS, FEWEST, ENOUGH_S = 6, 2, 0.3
+# seconds of steps that are measured of each, at most: these are many steps where they are short, and vary
+# more
+MEASURED = 0.015
 PRIME = 7919  # tokens that are this far apart: different ones go to different experts
 
 
@@ -35,7 +40,8 @@ def measure(engine: EngineControl, policy: DepthPolicy, max_requests: int) -> No
 
 
 def measure_depths(engine: EngineControl, policy: DepthPolicy, requests: int, until: float) -> None:
-    """So many requests at once, at each depth. `until`: a time of perf_counter, after which nothing more is measured."""
+    """So many requests at once, at each depth. `until`: a time of perf_counter, after which nothing more is
+    measured."""
     tokens = min(TOKENS, engine.context_length - 1)
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, seed=0)
     for depth in reversed(policy.depths):

@@ -1,22 +1,25 @@
 """How deep each request drafts next, so that as many tokens as possible are committed in a second.
 
     what steps cost (engine/depth/step_times) ─┐
-                                         ├─→ choose ─→ the step's depth, and how many drafts each request may have
+                                         ├─→ choose ─→ the step's depth, and how many drafts each request may
+                                         have
     what is accepted (engine/depth/survival) ────┘
 
-For each depth the drafts of all requests compete for the step's rows: the likeliest come first, as long as the whole batch gets more
-tokens per second by them,
+For each depth the drafts of all requests compete for the step's rows: the likeliest come first, as long as
+the whole batch gets more tokens per second by them,
 
-    tokens / seconds = (requests + Σ chances of the drafts taken) / (seconds of a step with so many rows and so many passes,
+    tokens / seconds = (requests + Σ chances of the drafts taken) / (seconds of a step with so many rows and
+    so many passes,
                                                                      in part beside rows of prompts)
 
-Another depth must have been better for 12 steps, and a deeper one by 2 %, so that errors of the expected times do not make a step slower
-than a plain one, and changes, which cost something themselves, are few. What is not drafted is not learned, so that now and then a step
-tries another depth, where that is expected to cost no more than 0.25 % of the time. So drafting comes back when the text
-changes.
+Another depth must have been better for 12 steps, and a deeper one by 2 %, so that errors of the expected
+times do not make a step slower than a plain one, and changes, which cost something themselves, are few. What
+is not drafted is not learned, so that now and then a step tries another depth, where that is expected to cost
+no more than 0.25 % of the time. So drafting comes back when the text changes.
 
-Texts do not depend on any of this: greedy text never depends on drafts, the law of a sampled text does not, and a request with a seed gets
-drafts that are coupled to the target's noise (spec/verify/accept), by which its text is that of plain decoding.
+Texts do not depend on any of this: greedy text never depends on drafts, the law of a sampled text does not,
+and a request with a seed gets drafts that are coupled to the target's noise (spec/verify/accept), by which
+its text is that of plain decoding.
 """
 
 from __future__ import annotations
@@ -37,31 +40,41 @@ from mtpserve.engine.steps import RequestOutput, ScheduledStep
 
 log = logging.getLogger(__name__)
 
-RISK = 0.99  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
+# value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected
+# times err
+RISK = 0.99
 GAIN = 0.02  # by which a deeper choice must be better; a less deep one needs none
 OFTEN, PAUSE = 2, 0.08  # steps, and seconds of steps, between two choices, which take 0.1 to 0.4 ms each
 SHORT = 0.004  # seconds of a step, of which a request's drafts are looked at once: that takes 10 µs
 EVERY, SELDOM = 8, 64  # steps between two trials, at least, and after one whose turn it was not
 AGAIN, FAR = 1, 3  # and after one of which so many times more was accepted than expected
 RESERVED = 4  # trials that what is saved must be enough for, where the turn is another one's
-SURE = 12  # steps for which another depth must have been better: changing has a cost of its own, and times of few steps are noise
+# steps for which another depth must have been better: changing has a cost of its own, and times of few steps
+# are noise
+SURE = 12
 CLEAR = 1.25  # how many times as good another depth must be to be taken at once
 STEPS = 20  # of a request's factor: requests with nearly the same are one kind
 TRIALS = 0.0025  # of the time
 FIRST = 0.02  # seconds that the first trials may cost
-SAVED = 40.0  # seconds of work from which a share is saved for trials, at most, where no single step costs more
+# seconds of work from which a share is saved for trials, at most, where no single step costs more
+SAVED = 40.0
 POINTS = 8  # numbers of drafts of the whole batch that are compared for each depth
 TRIED = 8  # requests that a trial of a single step drafts for: it is for what is accepted
 FRESH, FRESH_S = 200, 1.0  # steps, and seconds of steps, after which a time may be measured again
 TIMED = 1 / 3  # of a step's time that is not that of prompts, at least: less of it is not known well enough
-HELD, SEEN = 8, 3  # steps of a trial beyond what is expected of it, and times after which it ends: its first step verifies older drafts
-# Seconds of steps that are not measured after the number of passes has changed. A processor's caches have what the other steps needed: on 2
-# cores of Zen 4 steps of 0.92 ms take 1.13, 1.04, 1.02, 1.00, 0.98, 0.95 … ms at first, and trials would consist of such steps.
+# steps of a trial beyond what is expected of it, and times after which it ends: its first step verifies older
+# drafts
+HELD, SEEN = 8, 3
+# Seconds of steps that are not measured after the number of passes has changed. A processor's caches have
+# what the other steps needed: on 2 cores of Zen 4 steps of 0.92 ms take 1.13, 1.04, 1.02, 1.00, 0.98, 0.95 …
+# ms at first, and trials would consist of such steps.
 SETTLING, MOST_SETTLING = 0.01, 40  # and steps of a trial, at most
 LEARNED = 0.02  # seconds of steps of which one is learned, where nothing changes: learning takes 12 to 35 µs
 CHANGE = 0.001  # seconds that the first steps after a trial's beginning and end take longer
 NEAR = 0.9  # a depth that is expected to give this share of the best is tried for as long
-CLOSE = 0.6  # times of depths that are expected to give less than this share of the best are not measured, but for plain decoding's
+# times of depths that are expected to give less than this share of the best are not measured, but for plain
+# decoding's
+CLOSE = 0.6
 
 
 Kind = tuple[int, int | None]  # requests with nearly the same factor, rounded, and the same limit
@@ -91,20 +104,25 @@ class DepthPolicy:
         self.depth, self.value, self._tokens = deepest, 0.0, 1.0  # of the last choice
         self.changes = self.trials = 0
         self.forced: int | None = None  # while step times are measured at start
-        self._saved, self._most = 0.0, TRIALS * SAVED  # seconds that may be spent on trials, and how many may be saved
+        # seconds that may be spent on trials, and how many may be saved
+        self._saved, self._most = 0.0, TRIALS * SAVED
         self._count, self._age = -1, OFTEN  # requests of the last choice, and the steps since
         self._every = OFTEN  # steps from the last choice to the next one
         self._rest = EVERY  # steps without a trial that are left
         self._steps, self._settled = 0, -SURE  # in all, and the last one at which no other depth was better
-        self._held, self._trial, self._seen = 0, 0, 0.0  # steps for which a trial goes on, its depth, and the times that it has measured
-        self._drafts, self._gain = 0, 0.0  # of a step in its place, and the seconds that what each of its steps yields more are worth
+        # steps for which a trial goes on, its depth, and the times that it has measured
+        self._held, self._trial, self._seen = 0, 0, 0.0
+        # of a step in its place, and the seconds that what each of its steps yields more are worth
+        self._drafts, self._gain = 0, 0.0
         self._passes, self._since = 0, 0.0  # of the last step, and seconds since they have changed
         self._unlearned = 0.0  # seconds of steps since one was learned
         self._timing = False  # the next trial is for what times are
         self._measurable = True  # enough of the last step was not that of prompts
         self._turn = 0  # steps of which was learned: see part_of
-        self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many are expected to be accepted
-        self._hoped, self._found = 0.0, 0  # of the drafts of a trial's step: how many were expected to be accepted, and were
+        # whose drafts are a trial's, and how many are expected to be accepted
+        self._trying: dict[str, float] = {}
+        # of the drafts of a trial's step: how many were expected to be accepted, and were
+        self._hoped, self._found = 0.0, 0
 
     # ------------------------------------------------------------------------------------------------- choice
 
@@ -132,7 +150,9 @@ class DepthPolicy:
             if not req.max_draft_tokens:
                 req.acceptance_factor = self.survival.unseen(req.acceptance_factor)
         work, kinds = self.shapes.work(reqs, 0, 0), kinds_of(reqs)
-        choices = {depth: self._best(work, kinds, depth) for depth in {*self.depths, min(self.depth, self.deepest)}}
+        choices = {
+            depth: self._best(work, kinds, depth) for depth in {*self.depths, min(self.depth, self.deepest)}
+        }
         self._decide(reqs, choices)
         tried = self._tried(reqs, {depth: choice.value for depth, choice in choices.items()})
         return self.depth if tried is None else tried
@@ -151,7 +171,12 @@ class DepthPolicy:
         self._every = max(OFTEN, round(PAUSE / (self._usual(reqs) or PAUSE)))
 
     def _take(self, reqs: Seq[RequestState], choice: DepthChoice) -> None:
-        self.depth, self.value, self._tokens, self._count = choice.depth, choice.value, choice.tokens, len(reqs)
+        self.depth, self.value, self._tokens, self._count = (
+            choice.depth,
+            choice.value,
+            choice.tokens,
+            len(reqs),
+        )
         for req, max_draft_tokens in zip(reqs, choice.most, strict=True):
             req.max_draft_tokens = max_draft_tokens
 
@@ -163,17 +188,24 @@ class DepthPolicy:
         """The best numbers of drafts for a step of this depth. `work`: of a step without drafts."""
         ranks = self.shapes.drafts(depth)
         ranking = Ranking(
-            (self.survival.chances(factor / STEPS, ranks if limit is None else min(ranks, limit)), batch_indices)
+            (
+                self.survival.chances(factor / STEPS, ranks if limit is None else min(ranks, limit)),
+                batch_indices,
+            )
             for (factor, limit), batch_indices in kinds.items()
         )
-        # Passes for drafts that no request has are worth nothing; their steps are hardly ever seen, and expected with large errors.
+        # Passes for drafts that no request has are worth nothing; their steps are hardly ever seen, and
+        # expected with large errors.
         least = ranking.least(0 if self.sizes.trees else ranks - 1) if depth else 0
         # In a captured step all have their rows.
         step = len(ranking) or 1 if self.shapes.captured else max(len(ranking) // POINTS, 1)
         none = self.times.seconds(work._replace(passes=depth))
         tried = (*range(step, len(ranking), step), len(ranking)) if depth else (0,)
         counts = {count: ranking.gained(count) for count in tried if count >= least}
-        value, count = max((self._value(self.shapes.drafting(work, n, depth), gained, none), n) for n, gained in counts.items())
+        value, count = max(
+            (self._value(self.shapes.drafting(work, n, depth), gained, none), n)
+            for n, gained in counts.items()
+        )
         return DepthChoice(depth, ranking.shared(count, work.requests), work.requests + counts[count], value)
 
     def _value(self, work: StepWork, gained: float, none: float) -> float:
@@ -186,14 +218,17 @@ class DepthPolicy:
     # ------------------------------------------------------------------------------------------------- trials
 
     def _tried(self, reqs: Seq[RequestState], values: Mapping[int, float]) -> int | None:
-        """The depth of a trial, where one is due: for what steps take and for what is accepted, in turn. Where one costs too much, the
-        other may come sooner, or a single step. `values`: tokens per second by depth."""
+        """The depth of a trial, where one is due: for what steps take and for what is accepted, in turn.
+        Where one costs too much, the other may come sooner, or a single step. `values`: tokens per second by
+        depth."""
         if self._rest > 0:
             return None
         oldest, deeper = self._oldest(reqs, values), self._deeper(reqs, values)
         single = deeper and (deeper[0], 1)
         candidates = [
-            candidate for candidate in ((oldest, deeper, single) if self._timing else (deeper, oldest, single)) if candidate is not None
+            candidate
+            for candidate in ((oldest, deeper, single) if self._timing else (deeper, oldest, single))
+            if candidate is not None
         ]
         for number, (depth, steps) in enumerate(candidates):
             if self._tries(reqs, depth, steps, values[depth], RESERVED if number else 1):
@@ -207,11 +242,20 @@ class DepthPolicy:
         if steps > 1 and not self._measurable:
             return False
         # Steps of fewer rows would not tell what this depth's own ones take.
-        tried = reqs if depth < self.depth or steps > 1 else sorted(reqs, key=lambda req: req.last_probe)[:TRIED]
-        gained = sum(self._expected(req, self.shapes.drafts(depth)) - self._expected(req, req.max_draft_tokens or 0) for req in tried)
-        self._drafts, self._gain = sum(req.max_draft_tokens or 0 for req in reqs), gained / max(self.value, 1e-9)
+        tried = (
+            reqs if depth < self.depth or steps > 1 else sorted(reqs, key=lambda req: req.last_probe)[:TRIED]
+        )
+        gained = sum(
+            self._expected(req, self.shapes.drafts(depth)) - self._expected(req, req.max_draft_tokens or 0)
+            for req in tried
+        )
+        self._drafts, self._gain = (
+            sum(req.max_draft_tokens or 0 for req in reqs),
+            gained / max(self.value, 1e-9),
+        )
         cost = self._cost(reqs, depth, tried, value)
-        # A captured step has the rows of drafts that were not made yet, and makes drafts that nobody will verify.
+        # A captured step has the rows of drafts that were not made yet, and makes drafts that nobody will
+        # verify.
         first = cost + self._gain if self.shapes.captured and depth > self.depth else 0.0
         whole = steps * cost + first + CHANGE
         if steps == 1:
@@ -225,7 +269,8 @@ class DepthPolicy:
         for req in tried:
             req.max_draft_tokens, req.last_probe = self.shapes.drafts(depth), self.trials
         self._age = self._every  # the numbers of drafts are chosen anew
-        # It ends as soon as its time was measured. Where that is not known yet, more steps than expected fit into the time to settle.
+        # It ends as soon as its time was measured. Where that is not known yet, more steps than expected fit
+        # into the time to settle.
         self._held, self._trial, self._seen = 0 if steps == 1 else HELD + 3 * steps // 2, depth, 0.0
         return True
 
@@ -234,7 +279,11 @@ class DepthPolicy:
         count, old, fresh = len(reqs), [], max(FRESH, FRESH_S / (self._usual(reqs) or FRESH_S))
         for depth in self.depths:
             age = self.times.age(self.shapes.work(reqs, count * self.shapes.drafts(depth), depth))
-            if depth != self.depth and (age is None or age > fresh) and values[depth] > CLOSE * self.value * (depth > 0):
+            if (
+                depth != self.depth
+                and (age is None or age > fresh)
+                and values[depth] > CLOSE * self.value * (depth > 0)
+            ):
                 old.append((age is None, age or 0, -depth))
         return (depth := -max(old)[2], self._long(reqs, depth)) if old else None
 
@@ -252,7 +301,8 @@ class DepthPolicy:
         return SEEN + min(ceil(SETTLING / (seconds or SETTLING)), MOST_SETTLING)
 
     def _cost(self, reqs: Seq[RequestState], depth: int, tried: Seq[RequestState], expected: float) -> float:
-        """Seconds that a trial is expected to lose against the step in its place. `expected`: its tokens per second with all requests."""
+        """Seconds that a trial is expected to lose against the step in its place. `expected`: its tokens per
+        second with all requests."""
         usual = self.times.with_prompts(self.shapes.work(reqs, self._drafts, self.depth), self._tokens)
         if depth < self.depth:
             return usual * (1 - expected / max(self.value, 1e-9))
@@ -266,18 +316,22 @@ class DepthPolicy:
 
     def _usual(self, reqs: Seq[RequestState]) -> float:
         """Seconds of a step as it was chosen."""
-        return self.times.seconds(self.shapes.work(reqs, sum(req.max_draft_tokens or 0 for req in reqs), self.depth))
+        return self.times.seconds(
+            self.shapes.work(reqs, sum(req.max_draft_tokens or 0 for req in reqs), self.depth)
+        )
 
-    # ------------------------------------------------------------------------------------------- what is learned
+    # ---------------------------------------------------------------------------------------- what is learned
 
     def stepped(self, planned: ScheduledStep, passes: int, seconds: float) -> None:
-        """A step took so long. `passes`: as passes_of. The first step of a depth, which catches up on rows to draft, is not learned."""
+        """A step took so long. `passes`: as passes_of. The first step of a depth, which catches up on rows to
+        draft, is not learned."""
         self._saved = min(self._saved + TRIALS * seconds, self._most)
         spans = planned.plan.spans  # of which those of prompts are the last ones
         self.times.count(self._tokens, bool(spans and spans[-1].num_tokens > 1))
         settled = passes == self._passes and self._since >= SETTLING
         self._passes, self._since = passes, seconds + (self._since if passes == self._passes else 0.0)
-        # The step after the one at which it is due: a slow step is likelier to be the latter, and would be learned too often.
+        # The step after the one at which it is due: a slow step is likelier to be the latter, and would be
+        # learned too often.
         due, self._unlearned = self._unlearned >= LEARNED, self._unlearned + seconds
         if settled and self._held == 0 and not due and self.forced is None:
             self.times.observed += 1
@@ -288,7 +342,8 @@ class DepthPolicy:
         work, prompts = self.shapes.planned(planned.plan, planned.reqs)
         if not work.requests:
             return
-        alone = seconds - (self.times.prompts(work, prompts) if prompts else 0.0)  # what the step took without them
+        # what the step took without them
+        alone = seconds - (self.times.prompts(work, prompts) if prompts else 0.0)
         self._measurable = alone > TIMED * seconds
         if trial:
             # Prompts that took less than expected have not made the trial cheaper.
@@ -341,7 +396,7 @@ class DepthPolicy:
         self.survival, self._saved = Survival(self.sizes.num_proposed, self.sizes.trees), FIRST
         self._trying.clear()
 
-    # -------------------------------------------------------------------------------------------------- from outside
+    # ------------------------------------------------------------------------------------------- from outside
 
     def set(self, change: SpecChange) -> None:
         """From the next step on. The depth is one that the engine was started with, or less."""
@@ -354,12 +409,25 @@ class DepthPolicy:
             self.forget()
         self._age, self._held = self._every, 0
         self._settled, self.depth = self._steps - SURE, min(self.depth, self.deepest)
-        log.info("drafts are %s %d deep%s", "at most" if self.adaptive else "always", self.deepest, ", and are learned anew" * change.reset)
+        log.info(
+            "drafts are %s %d deep%s",
+            "at most" if self.adaptive else "always",
+            self.deepest,
+            ", and are learned anew" * change.reset,
+        )
 
     @property
     def state(self) -> DepthState:
         value = self.value if self.adaptive and any(self.times.coefficients) else 0.0
-        return DepthState(self.adaptive, self.deepest, self.depth, value or None, self.changes, self.trials, self.survival.rates)
+        return DepthState(
+            self.adaptive,
+            self.deepest,
+            self.depth,
+            value or None,
+            self.changes,
+            self.trials,
+            self.survival.rates,
+        )
 
 
 def report(policy: DepthPolicy | None, configured: int, stats: EngineStats) -> SpecReport:
@@ -367,7 +435,10 @@ def report(policy: DepthPolicy | None, configured: int, stats: EngineStats) -> S
     fixed = None
     if policy is None:
         reason = "--no-speculative-adaptive, or with acceptance thresholds below 1"
-        fixed = f"the depth is fixed at {configured}: the engine was started with {reason if configured else 'no speculation'}"
+        fixed = (
+            f"the depth is fixed at {configured}: the engine was started with "
+            f"{reason if configured else 'no speculation'}"
+        )
     return SpecReport(
         configured,
         fixed,

@@ -1,28 +1,32 @@
 """How long the engine's steps take on this machine, learned from the steps that it computes.
 
-Steps that are alike (rows, passes, requests; greedy or sampled) share a cell. Machines get slower and faster while they serve, by what else
-runs on them, by more experts that texts need: an observation is a cell's usual time by a factor that all cells share,
+Steps that are alike (rows, passes, requests; greedy or sampled) share a cell. Machines get slower and faster
+while they serve, by what else runs on them, by more experts that texts need: an observation is a cell's usual
+time by a factor that all cells share,
 
     log seconds = log (cell + context) + log pace + noise
 
-of which all are estimated at once, each corrected as far as it is uncertain (a Kalman filter's gains, Kalman 1960; the pace may always
-change). `context` is what attention to the tokens before a step's rows takes. It is no factor of the cells, which are first measured with
-short texts: further rows of a request add much less to it than to products. So a depth that was last computed a minute ago is compared with
-one that is computed now.
+of which all are estimated at once, each corrected as far as it is uncertain (a Kalman filter's gains, Kalman
+1960; the pace may always change). `context` is what attention to the tokens before a step's rows takes. It is
+no factor of the cells, which are first measured with short texts: further rows of a request add much less to
+it than to products. So a depth that was last computed a minute ago is compared with one that is computed now.
 
-Prompts beside requests that decode add what they have added lately: a part that every step with prompts has, and one for each of their
-rows. On a GPU the former is more than 0 where such steps are launched kernel by kernel, and less where a step without prompts has room for
-more rows. Each further row of a request takes as much as one of a prompt in such a step.
+Prompts beside requests that decode add what they have added lately: a part that every step with prompts has,
+and one for each of their rows. On a GPU the former is more than 0 where such steps are launched kernel by
+kernel, and less where a step without prompts has room for more rows. Each further row of a request takes as
+much as one of a prompt in such a step.
 
 Between the cells, and where nothing was measured yet, a formula with non-negative coefficients is fitted:
 
-    seconds = c0 + c1 · min(rows, 8) + c2 · rows + c3 · (rows above 16) + c4 · (rows above 64) + c5 · (rows above 256)
+    seconds = c0 + c1 · min(rows, 8) + c2 · rows + c3 · (rows above 16) + c4 · (rows above 64) + c5 · (rows
+    above 256)
                  + c6 · passes + c7 · passes · requests
 
-The first term is what weights cost to read, the next ones what rows cost to multiply: concave on a CPU, flat and then rising on a GPU. By
-what a cell differs from the formula, steps like its own are expected to differ, too. Where only some of a step's requests have further
-rows, steps with none and with all of these rows tell together. By the formula alone, a few further rows would seem to make a step faster
-where steps without them take longer than the formula says.
+The first term is what weights cost to read, the next ones what rows cost to multiply: concave on a CPU, flat
+and then rising on a GPU. By what a cell differs from the formula, steps like its own are expected to differ,
+too. Where only some of a step's requests have further rows, steps with none and with all of these rows tell
+together. By the formula alone, a few further rows would seem to make a step faster where steps without them
+take longer than the formula says.
 """
 
 from __future__ import annotations
@@ -35,33 +39,49 @@ from typing import NamedTuple
 
 from mtpserve.core.request import StepCosts, StepTime
 
-# Observations of a cell that count, and over which the pace is followed. Most of what is observed is the depth that is in use: were the
-# two nearer to each other, its cell would take over what makes all steps slower for some seconds, and other depths would seem to be faster.
+# Observations of a cell that count, and over which the pace is followed. Most of what is observed is the
+# depth that is in use: were the two nearer to each other, its cell would take over what makes all steps
+# slower for some seconds, and other depths would seem to be faster.
 KEPT, FOLLOWED = 200, 4
 UNKNOWN = 4.0  # variance of a pace of which nothing is known, relative to that of an observation
-SLOWER, FASTER = 0.3, 1.0  # of an observation's logarithm: more than that is a disturbance, and counts as so much
-REFIT, REFIT_S = 512, 4.0  # observations, or seconds of observed steps, between two fits, which take 1 ms; fewer at the beginning
+# of an observation's logarithm: more than that is a disturbance, and counts as so much
+SLOWER, FASTER = 0.3, 1.0
+# observations, or seconds of observed steps, between two fits, which take 1 ms; fewer at the beginning
+REFIT, REFIT_S = 512, 4.0
 SWEEPS = 120  # of coordinate descent in each
-EXACT = 8  # numbers up to this are cells of their own; larger ones share one with those that differ by less than a seventh
+# numbers up to this are cells of their own; larger ones share one with those that differ by less than a
+# seventh
+EXACT = 8
 BENDS = (16, 64, 256)  # rows from which on more may cost more
-NAMES = ("step", "first_rows", "rows", *(f"rows_above_{bend}" for bend in BENDS), "passes", "passes_x_requests")
+NAMES = (
+    "step",
+    "first_rows",
+    "rows",
+    *(f"rows_above_{bend}" for bend in BENDS),
+    "passes",
+    "passes_x_requests",
+)
 TERMS = len(NAMES)
 PROVISIONAL = 0.1  # weight of what was measured before the engine served
 FULL = 1.0  # observations after which a cell counts for half against the formula
-# Observations that a cell begins with, at most: a sampled one with those of the greedy one, and one that was measured before the engine
-# served. Both are off by ten percent and more, and a depth that is not in use has a few observations in a second: with 5 and 20 in their
-# place an error of 15 % was still there after seconds.
+# Observations that a cell begins with, at most: a sampled one with those of the greedy one, and one that was
+# measured before the engine served. Both are off by ten percent and more, and a depth that is not in use has
+# a few observations in a second: with 5 and 20 in their place an error of 15 % was still there after seconds.
 BORROWED, IDLE = 1, 2
 NOISE = 0.07  # of an observation's logarithm
 CONTEXT = 4096  # tokens of context that may be expected to take as long as a step of one request
-FURTHER = 0.4  # what a request's further rows add to attention's time, each, relative to the first one: all read the same keys and values
+# what a request's further rows add to attention's time, each, relative to the first one: all read the same
+# keys and values
+FURTHER = 0.4
 SURE = 0.01  # variance of what context takes, of a step's time, from which on it is followed
-RECENT, FEW = 0.97, 0.02  # share of a step in what is known of the one after it; of steps that have prompts, less does not matter
+# share of a step in what is known of the one after it; of steps that have prompts, less does not matter
+RECENT, FEW = 0.97, 0.02
 PROMPTS = 0.05  # share of the last step with a prompt in what prompts take
-# What rows of prompts take each is seen where steps have more and fewer of them. Without that it is their mean: this share of a mean
-# number's square is what their variance is compared with.
+# What rows of prompts take each is seen where steps have more and fewer of them. Without that it is their
+# mean: this share of a mean number's square is what their variance is compared with.
 ALIKE = 0.02
-TRUSTED = 10.0  # of `PromptTimes.steps`, after which one that takes far longer than expected is a disturbance, too
+# of `PromptTimes.steps`, after which one that takes far longer than expected is a disturbance, too
+TRUSTED = 10.0
 LEAST = 0.25  # of a step's time that counts at least, where rows of prompts have room in it
 STEEPEST = 2.0  # times the mean that a row takes, at most
 
@@ -85,7 +105,8 @@ class CellKey(NamedTuple):
 
 @dataclass(slots=True)
 class Cell:
-    """`last`: the number of the observation that was the last; None: there was none while the engine served."""
+    """`last`: the number of the observation that was the last; None: there was none while the engine
+    served."""
 
     terms: list[float]  # means of its steps'
     log: float  # of its seconds at the usual pace
@@ -120,7 +141,8 @@ def tokens_of(work: StepWork) -> float:
 
 @dataclass(slots=True)
 class PromptTimes:
-    """What the last steps' prompts have added, at the usual pace: sums over these steps, each of which counts less than the next one."""
+    """What the last steps' prompts have added, at the usual pace: sums over these steps, each of which counts
+    less than the next one."""
 
     steps: float = 0.0
     rows: float = 0.0
@@ -132,13 +154,18 @@ class PromptTimes:
 
     def observe(self, rows: int, seconds: float, further: int, alone: float) -> None:
         old = 1 - PROMPTS
-        self.steps, self.rows, self.squares = old * self.steps + 1, old * self.rows + rows, old * self.squares + rows * rows
+        self.steps, self.rows, self.squares = (
+            old * self.steps + 1,
+            old * self.rows + rows,
+            old * self.squares + rows * rows,
+        )
         self.took, self.products = old * self.took + seconds, old * self.products + rows * seconds
         self.further, self.alone = old * self.further + further, old * self.alone + alone
 
     @property
     def row(self) -> float:
-        """Seconds for each row: the slope of a line through the steps (a ridge regression towards the mean)."""
+        """Seconds for each row: the slope of a line through the steps (a ridge regression towards the
+        mean)."""
         middle = self.rows / self.steps
         alike = ALIKE * middle * self.rows
         varied = self.squares - middle * self.rows + alike
@@ -147,12 +174,14 @@ class PromptTimes:
 
     @property
     def part(self) -> float:
-        """Seconds that a step with prompts takes more whatever their rows; less than 0 where it has room for some."""
+        """Seconds that a step with prompts takes more whatever their rows; less than 0 where it has room for
+        some."""
         return (self.took - self.row * self.rows - self.crowded(self.further, self.alone)) / self.steps
 
     def crowded(self, further: float, alone: float) -> float:
-        """Seconds that are added for further rows of requests, which take so long without prompts: beside these each takes what a row of a
-        prompt takes, since prompts fill up the room for more rows that a step has on a GPU."""
+        """Seconds that are added for further rows of requests, which take so long without prompts: beside
+        these each takes what a row of a prompt takes, since prompts fill up the room for more rows that a
+        step has on a GPU."""
         return max(self.row * further - alone, 0.0) if further else 0.0
 
     def seconds(self, rows: int) -> float:
@@ -161,8 +190,8 @@ class PromptTimes:
 
 
 class StepTimes:
-    """`apart`: prompts have passes of their own, so that further rows of requests cost nothing more beside them, but all that comes after
-    the trunk's pass is there twice."""
+    """`apart`: prompts have passes of their own, so that further rows of requests cost nothing more beside
+    them, but all that comes after the trunk's pass is there twice."""
 
     def __init__(self, apart: bool = False) -> None:
         self.apart = apart
@@ -175,8 +204,10 @@ class StepTimes:
         self.token = 0.0  # seconds that a token of context takes at the usual pace
         self._unsure = 0.0  # its variance, relative to that of an observation
         self._prompts = PromptTimes()
-        self._beside = 1.0, 1.0, 0.0  # of the last steps: how many, the tokens that they yielded, and how many had prompts
-        self._paced: int | None = None  # observations by which the pace was learned; None: the usual one is being measured
+        # of the last steps: how many, the tokens that they yielded, and how many had prompts
+        self._beside = 1.0, 1.0, 0.0
+        # observations by which the pace was learned; None: the usual one is being measured
+        self._paced: int | None = None
 
     def observe(self, work: StepWork, seconds: float, noise: float = 1.0) -> None:
         """A step took so long. `noise`: variance, relative to that of other observations."""
@@ -185,7 +216,9 @@ class StepTimes:
         if cell is None and (greedy := self._greedy(work)) is not None:
             cell = self.cells[key] = Cell(terms_of(work), greedy.log, min(greedy.seen, BORROWED))
         if cell is None:
-            cell = self.cells[key] = Cell(terms_of(work), log(max(duration - self._attention(work), duration / 4)))
+            cell = self.cells[key] = Cell(
+                terms_of(work), log(max(duration - self._attention(work), duration / 4))
+            )
         else:
             self._correct(cell, work, duration, noise)
         cell.seen += 1
@@ -197,7 +230,11 @@ class StepTimes:
         self.observed += 1
         cell.last = None if self._paced is None else self.observed
         self._unfitted += seconds
-        if self.observed % REFIT == 0 or self.observed in (4, 8, 16, 32, 64, 128, 256) or self._unfitted > REFIT_S:
+        if (
+            self.observed % REFIT == 0
+            or self.observed in (4, 8, 16, 32, 64, 128, 256)
+            or self._unfitted > REFIT_S
+        ):
             self.fit()
 
     def prompts(self, work: StepWork, rows: int) -> float:
@@ -211,7 +248,9 @@ class StepTimes:
         """A step with so many rows of prompts took so long."""
         alone = self.seconds(work)
         if alone > 0:
-            limit = (alone + self.prompts(work, rows)) * exp(SLOWER if self._prompts.steps > TRUSTED else FASTER)
+            limit = (alone + self.prompts(work, rows)) * exp(
+                SLOWER if self._prompts.steps > TRUSTED else FASTER
+            )
             pace = exp(-self.pace)
             added = max(min(seconds, limit) - alone, 0.0)
             if self.apart:
@@ -226,9 +265,10 @@ class StepTimes:
         self._beside = RECENT * steps + 1, RECENT * yielded + tokens, RECENT * beside + prompts
 
     def with_prompts(self, work: StepWork, tokens: float, none: float | None = None) -> float:
-        """As `seconds`, on average where some steps have rows of prompts: with what a step with prompts takes more whatever their rows, and
-        without what each of these rows takes, which is the same per token at any depth. `tokens`: that such a step yields; the more there
-        are, the more steps have prompts, which begin independently of each other. `none`: seconds of such a step without further rows."""
+        """As `seconds`, on average where some steps have rows of prompts: with what a step with prompts takes
+        more whatever their rows, and without what each of these rows takes, which is the same per token at
+        any depth. `tokens`: that such a step yields; the more there are, the more steps have prompts, which
+        begin independently of each other. `none`: seconds of such a step without further rows."""
         steps, yielded, beside = self._beside
         seconds = self.seconds(work)
         if beside < FEW * steps or not self._prompts.steps:
@@ -238,7 +278,8 @@ class StepTimes:
         return max(seconds + share * (more + self._prompts.part * exp(self.pace)), LEAST * seconds)
 
     def more_beside_prompts(self, work: StepWork) -> float:
-        """Seconds that a step takes longer with prompts since there are further rows and passes, whatever the rows of the prompts."""
+        """Seconds that a step takes longer with prompts since there are further rows and passes, whatever the
+        rows of the prompts."""
         return self._more_beside_prompts(work, self.seconds(work))
 
     def _more_beside_prompts(self, work: StepWork, seconds: float, none: float | None = None) -> float:
@@ -277,20 +318,23 @@ class StepTimes:
             cell.last, cell.seen = None, min(cell.seen, IDLE)
 
     def seconds(self, work: StepWork) -> float:
-        """Expected; 0 before anything was fitted. Of sampled steps that were not seen yet what greedy ones take."""
+        """Expected; 0 before anything was fitted. Of sampled steps that were not seen yet what greedy ones
+        take."""
         differs, weight = self._differs(work)
         expected = self._formula(terms_of(work)) * exp(weight * differs + (1 - weight) * self._between(work))
         return (expected + self._attention(work)) * exp(self.pace)
 
     def _differs(self, work: StepWork) -> tuple[float, float]:
-        """By what the logarithm of a cell differs from the formula's, and how far that is known, from 0 to 1."""
+        """By what the logarithm of a cell differs from the formula's, and how far that is known, from 0 to
+        1."""
         cell = self.cells.get(key_of(work)) or self._greedy(work)
         if cell is None or (usual := self._formula(cell.terms)) <= 0:
             return 0.0, 0.0
         return cell.log - log(usual), cell.seen / (cell.seen + FULL)
 
     def _between(self, work: StepWork) -> float:
-        """By what it is expected to differ, by the cells of steps where none and all of the same requests have further rows."""
+        """By what it is expected to differ, by the cells of steps where none and all of the same requests
+        have further rows."""
         requests, rows, passes, sampled, _ = work
         further = requests * (self._fullest.get(passes, 1.0) - 1)
         if not requests < rows < requests + further:
@@ -316,17 +360,28 @@ class StepTimes:
         """For people."""
         scale = 1000 * exp(self.pace)
         steps = [
-            StepTime(middle(key.requests), middle(key.rows), middle(key.passes), key.sampled, round(scale * exp(cell.log), 4), cell.seen)
+            StepTime(
+                middle(key.requests),
+                middle(key.rows),
+                middle(key.passes),
+                key.sampled,
+                round(scale * exp(cell.log), 4),
+                cell.seen,
+            )
             for key, cell in sorted(self.cells.items())
         ]
         values = [*self.coefficients, self.token]
-        return StepCosts(steps, {name: scale * value for name, value in zip((*NAMES, "context_tokens"), values, strict=True)})
+        return StepCosts(
+            steps,
+            {name: scale * value for name, value in zip((*NAMES, "context_tokens"), values, strict=True)},
+        )
 
     def _formula(self, terms: list[float]) -> float:
         return float(sum(map(mul, self.coefficients, terms)))
 
     def fit(self) -> None:
-        """Least squares of relative errors over the cells, each coefficient at least 0, by coordinate descent."""
+        """Least squares of relative errors over the cells, each coefficient at least 0, by coordinate
+        descent."""
         self._unfitted = 0.0
         normal = [[0.0] * TERMS for _ in range(TERMS)]
         right = [0.0] * TERMS

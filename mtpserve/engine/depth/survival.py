@@ -1,12 +1,13 @@
 """How likely drafts are accepted, learned from verifications.
 
-Drafts are counted by their rank: of a chain the depth, of a tree the place in the order of scores (spec/draft/tree), so that the first n
-drafts are what a proposal of n would have been.
+Drafts are counted by their rank: of a chain the depth, of a tree the place in the order of scores
+(spec/draft/tree), so that the first n drafts are what a proposal of n would have been.
 
     chain    chance(j) = rate(1) · … · rate(j)       rate(j): acceptance of depth j where depth j - 1 was accepted
     tree     chance(j) = rate(j)                     rate(j): how often node j is on the path that is accepted
 
-A request whose drafts are accepted more or less often than others' has a factor for all rates, which follows what comes of its own drafts.
+A request whose drafts are accepted more or less often than others' has a factor for all rates, which follows
+what comes of its own drafts.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from math import pow
 from typing import TypeVar
 
 PRIOR, STRENGTH = 0.8, 4.0  # a rate before anything was seen, as so many verifications
-# A chain's deeper drafts are expected to do as the one before, as so many verifications: of depths that are not in use few are seen, and
-# some that were rejected at the beginning of a text kept a depth out of use for ten seconds.
+# A chain's deeper drafts are expected to do as the one before, as so many verifications: of depths that are
+# not in use few are seen, and some that were rejected at the beginning of a text kept a depth out of use for
+# ten seconds.
 ALIKE = 16.0
 KEEP = 1 - 1 / 300  # of what was counted, with each further verification of the rank
 HIGHEST = 0.98  # of a rate
@@ -46,11 +48,14 @@ class Survival:
             self._hits[i] = self._hits[i] * KEEP + (i + 1 in accepted)
             self._trials[i] = self._trials[i] * KEEP + 1
         for i in range(self.ranks):
-            before, strength = (self.rates[i - 1], ALIKE) if i and not self.trees else (self._first[i], STRENGTH)
+            before, strength = (
+                (self.rates[i - 1], ALIKE) if i and not self.trees else (self._first[i], STRENGTH)
+            )
             self.rates[i] = (self._hits[i] + strength * before) / (self._trials[i] + strength)
 
     def chances(self, factor: float, max_ranks: int) -> list[float]:
-        """Of each of the first `max_ranks` to be accepted. Of a tree, each is a mean over its neighbours where that makes them fall."""
+        """Of each of the first `max_ranks` to be accepted. Of a tree, each is a mean over its neighbours
+        where that makes them fall."""
         if self.trees:
             return falling([min(rate * factor, HIGHEST) for rate in self.rates[:max_ranks]])
         chances, chance = list[float](), 1.0
@@ -71,8 +76,8 @@ class Survival:
 
 
 def part_of(requests: Sequence[T], turn: int, least: int = 1) -> Sequence[T]:
-    """Some of a step's requests, in turn: of many of them a part tells as much, and each takes some microseconds. Each of them is in one of
-    `least` steps, or of more."""
+    """Some of a step's requests, in turn: of many of them a part tells as much, and each takes some
+    microseconds. Each of them is in one of `least` steps, or of more."""
     every = max(len(requests) // PART, least)
     return requests if every == 1 else requests[turn % every :: every]
 

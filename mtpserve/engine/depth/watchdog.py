@@ -1,21 +1,25 @@
-"""Whether the draft model works: measured at start, watched while serving. A broken one changes no text, so that nothing else names it.
+"""Whether the draft model works: measured at start, watched while serving. A broken one changes no text, so
+that nothing else names it.
 
     at start        The engine's own requests: the model goes on greedily from a few tokens at full depth, and the share of verifications
-                    that accept the first draft is measured, and named where it is below the floor of the model's family.
+                    that accept the first draft is measured, and named where it is below the floor of the
+                    model's family.
     while serving   WINDOW first drafts of the clients' requests at a time are compared with the best that was seen. Below half of it
-                    there is a doubt, and no more than that: clients may have begun to send text that nobody can guess, and one
-                    client's random tokens look like a broken head.
+                    there is a doubt, and no more than that: clients may have begun to send text that nobody
+                    can guess, and one client's random tokens look like a broken head.
     a doubt         is decided by the engine's own requests, the same as at start, on pages that no other request has written. If their
-                    drafts are accepted the texts have changed, and the next doubt waits a while. If less than half as many are as at
-                    start, the draft model is at fault: that is logged and counted once. Below a quarter, or below 5 %, drafting ends
-                    too, and the same requests run again after 30 s, 60 s, … 10 min. Half of what they reached at start is a
-                    recovery: drafting begins again.
+                    drafts are accepted the texts have changed, and the next doubt waits a while. If less than
+                    half as many are as at start, the draft model is at fault: that is logged and counted
+                    once. Below a quarter, or below 5 %, drafting ends too, and the same requests run again
+                    after 30 s, 60 s, … 10 min. Half of what they reached at start is a recovery: drafting
+                    begins again.
 
-Where none of these requests gets a seat for SEAT_S the clients' drafts decide alone, by a rule that no single client or text fulfils: less
-than 2 % of 512 verifications of 8 requests.
+Where none of these requests gets a seat for SEAT_S the clients' drafts decide alone, by a rule that no single
+client or text fulfils: less than 2 % of 512 verifications of 8 requests.
 
-Only the first draft is counted, in a tree the node with the best score, and only where the draft model proposed it: what a grammar
-forces or a prediction proposes says nothing of it. Nothing is read from the device that is not read anyway.
+Only the first draft is counted, in a tree the node with the best score, and only where the draft model
+proposed it: what a grammar forces or a prediction proposes says nothing of it. Nothing is read from the
+device that is not read anyway.
 """
 
 from __future__ import annotations
@@ -42,12 +46,14 @@ START_S = 0.5  # that they may take at start: a model that is slower starts with
 WINDOW = 32  # first drafts that are compared at a time
 LEAST, SHARE = 0.05, 0.25  # below this, or this share of what was reached, drafting ends
 HALF = 0.5  # the share of what was reached below which is a doubt or a fault, and from which on is a recovery
-DOUBT_S, LONGEST_DOUBT_S = 2.0, 60.0  # between two decisions about clients' text, doubled as long as it is the text
+# between two decisions about clients' text, doubled as long as it is the text
+DOUBT_S, LONGEST_DOUBT_S = 2.0, 60.0
 BACK_OFF_S, LONGEST_S = 30.0, 600.0  # until drafting is tried again, doubled as long as it fails
 SEAT_S, DEAD, EVIDENCE, REQUESTS = 4.0, 0.02, 512, 8  # the rule without the engine's own requests
 FIRST = -(2**31)  # a priority: before all requests of clients
 CAUSES = (
-    "the draft model's weights are of another model or damaged, --speculative-draft-model-path names the wrong checkpoint, or it is not "
+    "the draft model's weights are of another model or damaged, --speculative-draft-model-path "
+    "names the wrong checkpoint, or it is not "
     "trained"
 )
 
@@ -79,8 +85,14 @@ class FirstDrafts:
     def symptom(self) -> str:
         """What the drafts look like where they are not accepted."""
         if len(self.tokens) == 1 and self.verified >= FEWEST:
-            return f"all of them are token {min(self.tokens)}, as where weights are zero or numbers are not finite"
-        return "they differ, but are not what the model says, as with weights that are damaged or another model's"
+            return (
+                f"all of them are token {min(self.tokens)}, as where weights are zero or numbers are "
+                f"not finite"
+            )
+        return (
+            "they differ, but are not what the model says, as with weights that are damaged or another "
+            "model's"
+        )
 
 
 @dataclass(slots=True)
@@ -93,23 +105,36 @@ class SelfCheck:
 
 
 class Watchdog:
-    """`full`: the depth of the drafts; 0: there is nothing to watch. `vocab`: of the model. `drafter`: the draft model's name among the
-    sources. `clock` in seconds.
+    """`full`: the depth of the drafts; 0: there is nothing to watch. `vocab`: of the model. `drafter`: the
+    draft model's name among the sources. `clock` in seconds.
 
-    The engine calls `start` once, `before_step` and `limit_drafts` for each step that it plans, and `client_outputs` for what each one
-    yielded.
+    The engine calls `start` once, `before_step` and `limit_drafts` for each step that it plans, and
+    `client_outputs` for what each one yielded.
     """
 
     def __init__(
-        self, full: int = 0, vocab: int = 1, floor: float = 0.4, drafter: str = MTP, clock: Callable[[], float] = perf_counter
+        self,
+        full: int = 0,
+        vocab: int = 1,
+        floor: float = 0.4,
+        drafter: str = MTP,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self.full, self.vocab, self.min_acceptance, self.drafter, self.clock = full, vocab, floor, drafter, clock
+        self.full, self.vocab, self.min_acceptance, self.drafter, self.clock = (
+            full,
+            vocab,
+            floor,
+            drafter,
+            clock,
+        )
         self.health = DraftHealth("unmeasured", floor=floor) if full else DraftHealth()
         self.best_rate = 0.0  # the best window, or the rate at start
         self._self_check: SelfCheck | None = None
-        self._window, self._since = FirstDrafts(), FirstDrafts()  # of clients' drafts: the current one, and since the last that was good
+        # of clients' drafts: the current one, and since the last that was good
+        self._window, self._since = FirstDrafts(), FirstDrafts()
         self._doubt = False
-        self._next, self._pause, self._back_off = 0.0, DOUBT_S, BACK_OFF_S  # when to decide next; how long to wait after that
+        # when to decide next; how long to wait after that
+        self._next, self._pause, self._back_off = 0.0, DOUBT_S, BACK_OFF_S
         self._limits = False  # requests have got limits of drafts
         self._turn = 0  # steps: see part_of
         self._armed = False  # clients' drafts are watched
@@ -118,10 +143,11 @@ class Watchdog:
     def suspended(self) -> bool:
         return self.health.state == "suspended"
 
-    # --------------------------------------------------------------------------------------------------- at start
+    # ----------------------------------------------------------------------------------------------- at start
 
     def start(self, engine: EngineControl) -> None:
-        """Measure, from when on clients' drafts are watched. Computes until it is over, and leaves no request."""
+        """Measure, from when on clients' drafts are watched. Computes until it is over, and leaves no
+        request."""
         if not self.full:
             return
         end = self.clock() + START_S
@@ -134,7 +160,8 @@ class Watchdog:
         self._armed, self._window, self._since = True, FirstDrafts(), FirstDrafts()
         if tally.verified < FEWEST:
             log.info(
-                "the draft model (%s) was not tried out: there is time for %d verifications, and less than %d decide nothing",
+                "the draft model (%s) was not tried out: there is time for %d verifications, and "
+                "less than %d decide nothing",
                 self.drafter,
                 tally.verified,
                 FEWEST,
@@ -143,14 +170,19 @@ class Watchdog:
         self.health.start = self.best_rate = tally.rate
         if tally.rate >= self.min_acceptance:
             self.health.state = "ok"
-            log.info("the draft model (%s) was tried out: the first draft was accepted in %s verifications", self.drafter, tally)
+            log.info(
+                "the draft model (%s) was tried out: the first draft was accepted in %s verifications",
+                self.drafter,
+                tally,
+            )
             return
         summary = (
-            f"at start the first draft was accepted in {tally} verifications, and at least {100 * self.min_acceptance:.0f} % are expected"
+            f"at start the first draft was accepted in {tally} verifications, and at least "
+            f"{100 * self.min_acceptance:.0f} % are expected"
         )
         self._report("weak", f"{summary}: {tally.symptom}; probably {CAUSES}")
 
-    # -------------------------------------------------------------------------------------------------- each step
+    # ---------------------------------------------------------------------------------------------- each step
 
     def before_step(self, engine: EngineControl) -> None:
         """Before a step is planned: begin and end the engine's own requests where that is due."""
@@ -162,15 +194,22 @@ class Watchdog:
                 self._begin(engine)
         elif not self_check.ids or self_check.tally.verified >= ENOUGH:
             self._decide(engine, self._end(engine))
-        elif not self_check.tally.verified and not self.suspended and self.clock() - self_check.began > SEAT_S and self._dead(self._since):
-            self._suspend(f"{self._since} first drafts of clients' requests were accepted: {self._since.symptom}")
+        elif (
+            not self_check.tally.verified
+            and not self.suspended
+            and self.clock() - self_check.began > SEAT_S
+            and self._dead(self._since)
+        ):
+            self._suspend(
+                f"{self._since} first drafts of clients' requests were accepted: {self._since.symptom}"
+            )
 
     def is_self_check(self, request_id: str) -> bool:
         return self._self_check is not None and request_id in self._self_check.ids
 
     def limit_drafts(self, running: Seq[RequestState], draft_depth: int) -> int:
-        """The depth of the next step, where others would have it draft `draft_depth` deep; each request is told how many drafts it may
-        have."""
+        """The depth of the next step, where others would have it draft `draft_depth` deep; each request is
+        told how many drafts it may have."""
         if self._self_check is None and not self.suspended:
             if self._limits:
                 self._limits = False
@@ -183,12 +222,14 @@ class Watchdog:
             if self.is_self_check(req.id):
                 deep, req.max_draft_tokens = True, None
             elif draft_depth < self.full:
-                req.max_draft_tokens = draft_depth if req.max_draft_tokens is None else min(req.max_draft_tokens, draft_depth)
+                req.max_draft_tokens = (
+                    draft_depth if req.max_draft_tokens is None else min(req.max_draft_tokens, draft_depth)
+                )
         return self.full if deep else draft_depth
 
     def client_outputs(self, outcomes: Seq[RequestOutput], verified: bool = True) -> Seq[RequestOutput]:
-        """What a step yielded for clients' requests. If drafts were `verified`, what came of them is counted; where there are many
-        requests, for a part of them."""
+        """What a step yielded for clients' requests. If drafts were `verified`, what came of them is counted;
+        where there are many requests, for a part of them."""
         if self._self_check is None:
             if verified and self._armed and not self.suspended:
                 self._turn += 1
@@ -210,7 +251,7 @@ class Watchdog:
         if proposal.tokens and proposal.sources[0] == self.drafter and outcome.req.error is None:
             self._observe(outcome.req.id, proposal, self_check)
 
-    # -------------------------------------------------------------------------------------------------- decisions
+    # ---------------------------------------------------------------------------------------------- decisions
 
     def _observe(self, request_id: str, proposal: Proposal, self_check: SelfCheck | None) -> None:
         hit = 1 in proposal.path
@@ -244,21 +285,39 @@ class Watchdog:
             else:
                 self._back_off = min(2 * self._back_off, LONGEST_S)
                 self._next = self.clock() + self._back_off
-                log.info("drafting stays off: the first draft is accepted in %s verifications; next trial in %.0f s", tally, self._back_off)
+                log.info(
+                    "drafting stays off: the first draft is accepted in %s verifications; next "
+                    "trial in %.0f s",
+                    tally,
+                    self._back_off,
+                )
             return
-        summary = f"the first draft is accepted in {tally} verifications of a text where {100 * expected:.0f} % are expected"
+        summary = (
+            f"the first draft is accepted in {tally} verifications of a text where {100 * expected:.0f} "
+            f"% are expected"
+        )
         if tally.rate < max(LEAST, SHARE * expected):
             self._suspend(f"{summary}: {tally.symptom}")
             return
         self._pause = min(2 * self._pause, LONGEST_DOUBT_S)
         self._doubt = tally.rate < HALF * expected
         if not self._doubt:
-            log.debug("clients' texts are hard to draft, the draft model works: its first draft is accepted in %s verifications", tally)
+            log.debug(
+                "clients' texts are hard to draft, the draft model works: its first draft is "
+                "accepted in %s verifications",
+                tally,
+            )
             if self._worse:
-                log.warning("the draft model (%s) has recovered: its first draft is accepted in %s verifications", self.drafter, tally)
+                log.warning(
+                    "the draft model (%s) has recovered: its first draft is accepted in %s verifications",
+                    self.drafter,
+                    tally,
+                )
                 self.health.state = "ok"
         elif self.health.state != "weak":
-            self._report("weak", f"{summary}: {tally.symptom}; it drafts on, as deep as that is worth its time")
+            self._report(
+                "weak", f"{summary}: {tally.symptom}; it drafts on, as deep as that is worth its time"
+            )
 
     @property
     def _worse(self) -> bool:
@@ -277,17 +336,21 @@ class Watchdog:
 
     def _recover(self, engine: EngineControl, tally: FirstDrafts) -> None:
         log.warning(
-            "the draft model (%s) has recovered: its first draft is accepted in %s verifications; drafting is on", self.drafter, tally
+            "the draft model (%s) has recovered: its first draft is accepted in %s verifications; "
+            "drafting is on",
+            self.drafter,
+            tally,
         )
         self.health.state = "ok"
         self._window, self._since, self._doubt = FirstDrafts(), FirstDrafts(), False
         self._next, self._pause = 0.0, DOUBT_S
-        # Its rows in pages that were computed meanwhile may be as bad as its drafts were, and what was learned is void.
+        # Its rows in pages that were computed meanwhile may be as bad as its drafts were, and what was
+        # learned is void.
         engine.reset_prefix_cache()
         if engine.policy is not None:
             engine.policy.forget()
 
-    # ------------------------------------------------------------------------------------- the engine's own requests
+    # ------------------------------------------------------------------------------ the engine's own requests
 
     def _begin(self, engine: EngineControl) -> SelfCheck:
         self_check = self._self_check = SelfCheck(self.clock(), set())

@@ -1,1 +1,2 @@
-"""Pages that requests share: prefixes, host memory and disk, other nodes' pages, and the events that routers read."""
+"""Pages that requests share: prefixes, host memory and disk, other nodes' pages, and the events that routers
+read."""

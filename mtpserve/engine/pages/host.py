@@ -1,4 +1,5 @@
-"""Blocks of host memory that hold pages, and the transfers that fill and empty them. What moves the bytes is runtime/paging."""
+"""Blocks of host memory that hold pages, and the transfers that fill and empty them. What moves the bytes is
+runtime/paging."""
 
 from __future__ import annotations
 
@@ -108,7 +109,15 @@ class HostMemory:
         if not host.pins[block] and host.blocks.get(key) != block:
             host.free.append(block)
 
-    def move(self, kind: Kind, group: int, block: int, page: int = -1, key: Key = b"", source: PageSource | None = None) -> int:
+    def move(
+        self,
+        kind: Kind,
+        group: int,
+        block: int,
+        page: int = -1,
+        key: Key = b"",
+        source: PageSource | None = None,
+    ) -> int:
         self._numbers += 1
         self._outgoing.append(Transfer(self._numbers, kind, group, block, page, key, source))
         return self._numbers

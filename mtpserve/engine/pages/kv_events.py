@@ -1,12 +1,13 @@
-"""What becomes of the prefix cache's pages, published for routers: events as vLLM 0.32 writes them, so that its router, Dynamo and others
-read them.
+"""What becomes of the prefix cache's pages, published for routers: events as vLLM 0.32 writes them, so that
+its router, Dynamo and others read them.
 
     engine's thread: stored, removed, cleared … publish ──a queue that never waits──→ a thread: PUB, and ROUTER for what was missed
 
     PUB      (topic, number, batch)                      number: 8 bytes, big-endian, consecutive; batch: msgpack [time, [events], 0]
     ROUTER   (client, "", first number)  →  (client, "", topic, number, batch) …, the last with the number -1 and no batch
 
-A batch is what one step has changed. One that does not fit into the queue is dropped: its number is then missing.
+A batch is what one step has changed. One that does not fit into the queue is dropped: its number is then
+missing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from mtpserve.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}  # vLLM's names of the tiers, whatever the device is
+# vLLM's names of the tiers, whatever the device is
+MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 INBOX = "inproc://kv-events"
 LONGEST_MESSAGE = 4096  # bytes that a subscriber may send: topics, and requests for what was missed
 LINGER_MS = 500  # how long the last batches may take to leave
@@ -54,8 +56,9 @@ class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
 
 
 class KVEvents:
-    """core.observers.CacheObserver. Raises ConfigError for an endpoint that cannot be had. `endpoint`, `replay_endpoint`: where it really
-    listens. It ends with `close`, or with the object, or with the process."""
+    """core.observers.CacheObserver. Raises ConfigError for an endpoint that cannot be had. `endpoint`,
+    `replay_endpoint`: where it really listens. It ends with `close`, or with the object, or with the
+    process."""
 
     def __init__(self, config: KVEventsConfig, page_size: int, rank: int = 0) -> None:
         """`rank`: of the engine among several, said with each batch."""
@@ -82,7 +85,9 @@ class KVEvents:
 
     def stored(self, keys: Seq[bytes], parent: bytes | None, tokens: Seq[int], tier: str) -> None:
         before = None if parent is None else _hash(parent)
-        self._pending.append(BlockStored([_hash(key) for key in keys], before, tokens, self._page_size, MEDIA[tier]))
+        self._pending.append(
+            BlockStored([_hash(key) for key in keys], before, tokens, self._page_size, MEDIA[tier])
+        )
 
     def removed(self, keys: Seq[bytes], tier: str) -> None:
         last = self._pending[-1] if self._pending else None
@@ -119,7 +124,9 @@ class Publisher:
         self._batches = deque[list[bytes]](maxlen=config.buffer_steps)  # the last, each with its number
         if config.replay_endpoint is not None:
             self._replay = context.socket(zmq.ROUTER)
-            self.replay_endpoint = _open(self._replay, config.replay_endpoint, config.buffer_steps + 1, listen=True)
+            self.replay_endpoint = _open(
+                self._replay, config.replay_endpoint, config.buffer_steps + 1, listen=True
+            )
 
     def run(self) -> None:
         """Until an empty message comes."""
@@ -174,9 +181,13 @@ def _open(socket: zmq.Socket[bytes], endpoint: str, queued: int, listen: bool = 
         (socket.bind if listen else socket.connect)(endpoint)
     except zmq.ZMQError as error:
         action = "listen on" if listen else "connect to"
-        raise ConfigError(f"--kv-events-config: cannot {action} {endpoint}: {zmq.strerror(error.errno or 0)}") from error
+        raise ConfigError(
+            f"--kv-events-config: cannot {action} {endpoint}: {zmq.strerror(error.errno or 0)}"
+        ) from error
     if listen and not is_local(endpoint):
-        log.warning("KV events: everybody who reaches %s reads the tokens of all prompts and outputs", endpoint)
+        log.warning(
+            "KV events: everybody who reaches %s reads the tokens of all prompts and outputs", endpoint
+        )
     address: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     log.info("KV events: %s %s", "listening on" if listen else "sent to", address)
     return address

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """`host`: bytes of host memory for pages, those of all ranks together; `facts`: what they depend on besides tokens, see
-    fingerprint.py; `engine`: which of several; `rank`: which of `ranks` that compute one model; `file`: of the memory that these share,
-    see runtime/remote/shared_memory."""
+    """`host`: bytes of host memory for pages, those of all ranks together; `facts`: what they depend on
+    besides tokens, see fingerprint.py; `engine`: which of several; `rank`: which of `ranks` that compute one
+    model; `file`: of the memory that these share, see runtime/remote/shared_memory."""
 
     host: int = 0
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -57,7 +57,9 @@ class WithBoundary(Protocol):
     def boundary(self) -> BoundaryRows | None: ...
 
 
-def page_parts(stores: Stores, states: States | None, passes: WithBoundary | None, groups: PageGroups) -> list[list[Tensor]]:
+def page_parts(
+    stores: Stores, states: States | None, passes: WithBoundary | None, groups: PageGroups
+) -> list[list[Tensor]]:
     """[layers, pages, bytes] views of all that a page of each group holds."""
     boundary = None if passes is None else passes.boundary
     parts = [parts_of(stores, group, boundary) for group in range(groups.dense)]
@@ -65,36 +67,67 @@ def page_parts(stores: Stores, states: States | None, passes: WithBoundary | Non
 
 
 def make_tiers(
-    options: TierOptions, parts: Seq[Seq[Tensor]], groups: PageGroups, fingerprint: bytes | None, recorder: object | None
+    options: TierOptions,
+    parts: Seq[Seq[Tensor]],
+    groups: PageGroups,
+    fingerprint: bytes | None,
+    recorder: object | None,
 ) -> tuple[Tiers | None, Transfers | None]:
-    """And what moves pages between them. None: there are none; ranks but the first only move their parts. Raises ConfigError."""
+    """And what moves pages between them. None: there are none; ranks but the first only move their parts.
+    Raises ConfigError."""
     cache, size, nodes = options.cache, options.host, options.nodes
     if not size:
         return None, None
     if recorder is not None:
         raise ConfigError(
-            "--record-steps must be left out with --kv-offload-gib, --kv-offload-dir and --disaggregation-mode: pages are not recorded"
+            "--record-steps must be left out with --kv-offload-gib, --kv-offload-dir and "
+            "--disaggregation-mode: pages are not recorded"
         )
     block_sizes = [block_bytes(part) for part in parts]
     # As the device divides its pool: a window's pages are few.
-    whole = options.ranks * sum(bytes * group.allocator.num_pages for bytes, group in zip(block_sizes, groups.groups, strict=True))
+    whole = options.ranks * sum(
+        bytes * group.allocator.num_pages for bytes, group in zip(block_sizes, groups.groups, strict=True)
+    )
     counts = [size * group.allocator.num_pages // whole for group in groups.groups]
     if min(counts) < 1:
-        raise ConfigError(f"--kv-offload-gib {size / 2**30:g} holds no page of {options.ranks * sum(block_sizes)} bytes")
+        raise ConfigError(
+            f"--kv-offload-gib {size / 2**30:g} holds no page of {options.ranks * sum(block_sizes)} bytes"
+        )
     shared = None
     if nodes.keeps or options.ranks > 1:
-        shared = SharedBlocks(counts, block_sizes, parts[0][0].is_cuda, options.rank, options.ranks, options.file)
+        shared = SharedBlocks(
+            counts, block_sizes, parts[0][0].is_cuda, options.rank, options.ranks, options.file
+        )
     blocks = host_blocks(parts, counts) if shared is None else shared.blocks
-    moved = [GroupBlocks(*group) for group in zip(parts, blocks, blocks if shared is None else shared.own, strict=True)]
+    moved = [
+        GroupBlocks(*group)
+        for group in zip(parts, blocks, blocks if shared is None else shared.own, strict=True)
+    ]
     if options.rank:
         return None, Transfers(moved)
     assert fingerprint is not None
-    disk = None if cache.kv_offload_dir is None else DiskPages(cache.kv_offload_dir, cache.disk_bytes, fingerprint)
-    log.info("pages below the device: %d in host memory (%.1f GiB), %s", sum(counts), size / 2**30, cache.kv_offload_dir or "none on disk")
+    disk = (
+        None
+        if cache.kv_offload_dir is None
+        else DiskPages(cache.kv_offload_dir, cache.disk_bytes, fingerprint)
+    )
+    log.info(
+        "pages below the device: %d in host memory (%.1f GiB), %s",
+        sum(counts),
+        size / 2**30,
+        cache.kv_offload_dir or "none on disk",
+    )
     tiers = Tiers(groups, counts, disk)
-    facts = dict(options.facts) | {"protocol": VERSION, "layout": ", ".join(f"{bytes} bytes" for bytes in block_sizes)}
+    facts = dict(options.facts) | {
+        "protocol": VERSION,
+        "layout": ", ".join(f"{bytes} bytes" for bytes in block_sizes),
+    }
     way, remote = nodes.disaggregation_transfer_backend, None
-    nixl = Nixl(blocks if shared is None else [shared.whole]) if way == "nixl" and nodes.role is not None else None
+    nixl = (
+        Nixl(blocks if shared is None else [shared.whole])
+        if way == "nixl" and nodes.role is not None
+        else None
+    )
     if nodes.pulls:
         tiers.receiver = KVReceiver(tiers, groups)
         remote = PageClient(facts, nodes.disaggregation_timeout, way, nixl)

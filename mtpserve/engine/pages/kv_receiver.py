@@ -1,7 +1,8 @@
-"""Pages of waiting requests on their way from the node that has computed them, into host memory; from there they are loaded as others are.
+"""Pages of waiting requests on their way from the node that has computed them, into host memory; from there
+they are loaded as others are.
 
-A request asks once, for all whole pages of its prompt that this node lacks, and waits until each has come or will not. What does not come
-is computed here.
+A request asks once, for all whole pages of its prompt that this node lacks, and waits until each has come or
+will not. What does not come is computed here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class KVReceiver:
         return bool(self._batches)
 
     def waits(self, req: RequestState, keys: Seq[Key]) -> bool:
-        """Whether a request that may start after the columns with these `keys` has some of them still to come."""
+        """Whether a request that may start after the columns with these `keys` has some of them still to
+        come."""
         if req.kv_source is None:
             return False
         if req.kv_transfers is None and not self._ask(req, keys):

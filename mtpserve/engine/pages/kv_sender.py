@@ -1,4 +1,5 @@
-"""Pages that were computed for another node: they stay in host memory until it has read them, or until their lease ends."""
+"""Pages that were computed for another node: they stay in host memory until it has read them, or until their
+lease ends."""
 
 from __future__ import annotations
 
@@ -36,12 +37,16 @@ class KVSender:
         self._coming: dict[str, Coming] = {}
 
     def add(self, name: str, keys: Sequence[Key]) -> PageOffer:
-        """A request has ended whose prompt has these whole pages: those that are there are kept. A lack of host memory is one of pages:
-        the other node computes what is missing."""
+        """A request has ended whose prompt has these whole pages: those that are there are kept. A lack of
+        host memory is one of pages: the other node computes what is missing."""
         offer = PageOffer(*self._exporter, name, len(keys))
         if name in self._coming:
             return offer  # of another choice of the same prompt
-        places = [(group, keys[column]) for group, columns in enumerate(self._pages.needed(len(keys))) for column in columns]
+        places = [
+            (group, keys[column])
+            for group, columns in enumerate(self._pages.needed(len(keys)))
+            for column in columns
+        ]
         pages = dict[Place, int]()
         # Those that are in host memory first: room for the others would be made at their expense.
         for inside in (True, False):
@@ -49,7 +54,9 @@ class KVSender:
                 if (group, key) not in pages and (key in self._host.groups[group].blocks) is inside:
                     self._keep(group, key, pages)
         self._leases.expect(name)
-        self._coming[name] = Coming(pages, self._host.saving & {(group, block) for (group, _), block in pages.items()})
+        self._coming[name] = Coming(
+            pages, self._host.saving & {(group, block) for (group, _), block in pages.items()}
+        )
         self._offer(name)
         return offer
 
@@ -69,7 +76,9 @@ class KVSender:
             if (group, block) not in coming.saving:
                 continue
             coming.saving.remove((group, block))
-            for place in [place for place, its in coming.pages.items() if not good and (place[0], its) == (group, block)]:
+            for place in [
+                place for place, its in coming.pages.items() if not good and (place[0], its) == (group, block)
+            ]:
                 self._host.release(*place, coming.pages.pop(place))
             self._offer(name)
 
@@ -94,6 +103,10 @@ class KVSender:
     def report(self, stats: EngineStats) -> None:
         self.collect()
         leases = self._leases
-        stats.leased_pages, stats.leases_total, stats.expired_leases_total = leases.open_pages, leases.offered, leases.expired
+        stats.leased_pages, stats.leases_total, stats.expired_leases_total = (
+            leases.open_pages,
+            leases.offered,
+            leases.expired,
+        )
         self._host.moved["send"], self._host.bytes["send"] = leases.sent_pages, leases.sent_bytes
         self._host.seconds["send"] = leases.sent_seconds

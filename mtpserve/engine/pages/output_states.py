@@ -1,11 +1,12 @@
-"""States of recurrent layers where outputs end, so that a conversation's next turn starts there: of each request that decodes, the state
-after its last whole page.
+"""States of recurrent layers where outputs end, so that a conversation's next turn starts there: of each
+request that decodes, the state after its last whole page.
 
     output   |======|======|==x             last: after the second page, written; next: after the third one, named in each plan whose step
     states        freed   last   next             may come to it. Once it is written, it is the last one, and the other one is free
 
-How many rows a step adds to the state is known on the device alone: it writes what is named when its rows come to it, and the host knows
-afterwards whether they did. While a request runs nobody finds these states; the last one gets its key at the end.
+How many rows a step adds to the state is known on the device alone: it writes what is named when its rows
+come to it, and the host knows afterwards whether they did. While a request runs nobody finds these states;
+the last one gets its key at the end.
 """
 
 from __future__ import annotations
@@ -63,14 +64,20 @@ class OutputStates:
         """None: there is no room, or another one has to be written first."""
         last_states = self._own.setdefault(req.id, LastStates())
         if last_states.next is None:
-            if 2 * len(self.pages) + 2 <= self._pages.states and (page := self._pages.take_state()) is not None:
+            if (
+                2 * len(self.pages) + 2 <= self._pages.states
+                and (page := self._pages.take_state()) is not None
+            ):
                 last_states.next = OutputState(column, page)
             elif last_states.last is not None:
                 last_states.next, last_states.last = OutputState(column, last_states.last.page), None
-        return last_states.next if last_states.next is not None and last_states.next.column == column else None
+        return (
+            last_states.next if last_states.next is not None and last_states.next.column == column else None
+        )
 
     def book(self, req: RequestState, since: int, checkpoint: StateCheckpoint | None) -> None:
-        """A step has taken a request's state from `since` tokens to `req.num_state_tokens`; it had to keep this one."""
+        """A step has taken a request's state from `since` tokens to `req.num_state_tokens`; it had to keep
+        this one."""
         last_states = self._own.get(req.id)
         if last_states is None or last_states.next is None:
             return
@@ -89,14 +96,16 @@ class OutputStates:
             last_states.next = None
 
     def leave(self, req: RequestState, trusted: bool) -> list[Held]:
-        """A request gives its pages back → the state that others find from now on, by group of pages; empty: none. Not `trusted`: its
-        numbers may be wrong."""
+        """A request gives its pages back → the state that others find from now on, by group of pages; empty:
+        none. Not `trusted`: its numbers may be wrong."""
         last_states = self._own.pop(req.id, LastStates())
         self._free(last_states.next)
         if last_states.last is None or not trusted or last_states.last.column >= req.num_hashed_blocks:
             self._free(last_states.last)
             return []
-        return self._pages.give_state(last_states.last.page, last_states.last.column, req.block_hashes[last_states.last.column])
+        return self._pages.give_state(
+            last_states.last.page, last_states.last.column, req.block_hashes[last_states.last.column]
+        )
 
     def _free(self, state: OutputState | None) -> None:
         if state is not None:

@@ -1,7 +1,9 @@
-"""What requests share: which pages of its prompt a request finds in the cache, and which pages of its own others may find.
+"""What requests share: which pages of its prompt a request finds in the cache, and which pages of its own
+others may find.
 
-A page is found once its last token is booked and none of its rows is deferred, also while its request still runs. Pages that a running
-request is just computing, or that come from a tier below the device, are worth waiting for: `columns` says so.
+A page is found once its last token is booked and none of its rows is deferred, also while its request still
+runs. Pages that a running request is just computing, or that come from a tier below the device, are worth
+waiting for: `columns` says so.
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ PATIENCE = 3  # loadings for which a request waits before it starts with what is
 
 
 class Prefixes:
-    def __init__(self, pages: PageGroups, observer: CacheObserver | None = None, tiers: Tiers | None = None) -> None:
+    def __init__(
+        self, pages: PageGroups, observer: CacheObserver | None = None, tiers: Tiers | None = None
+    ) -> None:
         self._pages, self._observer, self._tiers = pages, observer, tiers
         self._outputs = OutputStates(pages)
         pages.on_evict = self._evicted
         if tiers is not None:
             tiers.on_gone = self._gone
         self._announced: set[Key] = set()  # what observers take for there; kept with tiers alone
-        self._pending_keys: dict[Key, str] = {}  # keys of pages that are being computed, and for which request
+        # keys of pages that are being computed, and for which request
+        self._pending_keys: dict[Key, str] = {}
 
     def add(self, req: RequestState) -> None:
         """A request arrives."""
@@ -38,7 +43,8 @@ class Prefixes:
         self._waits_for_transfer(req, self._usable(req))  # they come while it waits for a seat
 
     def columns(self, req: RequestState) -> int | None:
-        """Columns of a waiting request that are in the cache. None: it finds more in a few steps, or once another node has it."""
+        """Columns of a waiting request that are in the cache. None: it finds more in a few steps, or once
+        another node has it."""
         keys = self._usable(req)
         if self._waits_for_transfer(req, keys):
             return None
@@ -51,14 +57,23 @@ class Prefixes:
         return None if room and self._waits(req, keys, columns) else columns
 
     def _usable(self, req: RequestState) -> Seq[Key]:
-        """Of the columns of a request that it may start after; none where the prompt's log-probabilities are still to come: each of its
-        rows is computed. A state is that after a column, and at least one token is computed after it."""
-        if req.sampling.prompt_logprobs is not None and req.num_scored_prompt_tokens < req.num_prompt_tokens - 1:
+        """Of the columns of a request that it may start after; none where the prompt's log-probabilities are
+        still to come: each of its rows is computed. A state is that after a column, and at least one token is
+        computed after it."""
+        if (
+            req.sampling.prompt_logprobs is not None
+            and req.num_scored_prompt_tokens < req.num_prompt_tokens - 1
+        ):
             return []
-        return req.block_hashes[: (req.prefill_end - 1) // self._pages.page_size] if self._pages.has_states else req.block_hashes
+        return (
+            req.block_hashes[: (req.prefill_end - 1) // self._pages.page_size]
+            if self._pages.has_states
+            else req.block_hashes
+        )
 
     def _waits(self, req: RequestState, keys: Seq[Key], columns: int) -> bool:
-        """For pages on their way from below the device. Not for ever: what one request waits for may push out what others waited for."""
+        """For pages on their way from below the device. Not for ever: what one request waits for may push out
+        what others waited for."""
         if self._tiers is None or req.num_kv_loads >= PATIENCE:
             return self._tiers is not None and self._tiers.is_loading(req.kv_load)
         number = self._tiers.bring(keys, columns)
@@ -82,29 +97,49 @@ class Prefixes:
             self._plan_states(req, columns)
 
     def _plan_states(self, req: RequestState, columns: int) -> None:
-        """Columns after which the state is worth keeping: the last of the prompt, where it leaves others' pages, and every so many tokens
-        (Marconi, https://arxiv.org/abs/2411.19379)."""
+        """Columns after which the state is worth keeping: the last of the prompt, where it leaves others'
+        pages, and every so many tokens (Marconi, https://arxiv.org/abs/2411.19379)."""
         usable, every = self._usable(req), max(KEEP_EVERY // self._pages.page_size, 1)
         branch = self._pages.matched_without_states(usable)
         req.branch_block = branch if columns < branch < len(usable) else 0
-        req.checkpoint_blocks = sorted(column for column in {len(usable), branch, *range(0, len(usable), every)} if column > columns)
+        req.checkpoint_blocks = sorted(
+            column for column in {len(usable), branch, *range(0, len(usable), every)} if column > columns
+        )
 
     def rows(self, req: RequestState, rows: int) -> int:
-        """Of a chunk of a prompt: a span keeps one state, so that it ends before the next one is due where it keeps that of a branch."""
-        size, after = self._pages.page_size, [column for column in req.checkpoint_blocks if column > req.branch_block]
-        if not after or req.branch_block not in req.checkpoint_blocks or req.branch_block * size <= req.num_scheduled_tokens:
+        """Of a chunk of a prompt: a span keeps one state, so that it ends before the next one is due where it
+        keeps that of a branch."""
+        size, after = (
+            self._pages.page_size,
+            [column for column in req.checkpoint_blocks if column > req.branch_block],
+        )
+        if (
+            not after
+            or req.branch_block not in req.checkpoint_blocks
+            or req.branch_block * size <= req.num_scheduled_tokens
+        ):
             return rows
         return min(rows, after[0] * size - 1 - req.num_scheduled_tokens)
 
     def keep(
-        self, decoding: Iterable[tuple[RequestState, SpanPlan]], prompts: Iterable[tuple[RequestState, SpanPlan]]
+        self,
+        decoding: Iterable[tuple[RequestState, SpanPlan]],
+        prompts: Iterable[tuple[RequestState, SpanPlan]],
     ) -> list[StateCheckpoint]:
         """The states that a step keeps: one of each span, if any."""
         if not self._pages.has_states:
             return []
-        checkpoints = [checkpoint for req, span in prompts if req.checkpoint_blocks for checkpoint in self._keep_of_prompt(req, span)]
+        checkpoints = [
+            checkpoint
+            for req, span in prompts
+            if req.checkpoint_blocks
+            for checkpoint in self._keep_of_prompt(req, span)
+        ]
         return checkpoints + [
-            checkpoint for req, span in decoding if req.hash_root is not None for checkpoint in self._outputs.plan(req, span)
+            checkpoint
+            for req, span in decoding
+            if req.hash_root is not None
+            for checkpoint in self._outputs.plan(req, span)
         ]
 
     def _keep_of_prompt(self, req: RequestState, span: SpanPlan) -> list[StateCheckpoint]:
@@ -118,8 +153,8 @@ class Prefixes:
         return [] if place is None else [StateCheckpoint(span.req_idx, passed[-1] * size, place)]
 
     def commit(self, req: RequestState, settled: int, checkpoint: StateCheckpoint | None) -> None:
-        """Tokens of a request were computed: others may find its whole pages. Its state has gone on to `settled` tokens;
-        `checkpoint` is what the plan named."""
+        """Tokens of a request were computed: others may find its whole pages. Its state has gone on to
+        `settled` tokens; `checkpoint` is what the plan named."""
         since, req.num_state_tokens = req.num_state_tokens, settled
         # Tokens after a stop are computed and dropped.
         size = self._pages.page_size
@@ -128,22 +163,32 @@ class Prefixes:
             return
         if columns > req.num_hashed_blocks:
             self._extend(req, columns * size)
-            req.has_new_blocks |= self._pages.label(req.blocks, req.block_hashes, req.num_hashed_blocks, columns)
+            req.has_new_blocks |= self._pages.label(
+                req.blocks, req.block_hashes, req.num_hashed_blocks, columns
+            )
             self._arrived(req, req.num_hashed_blocks, columns)
             self._tell(req, max(req.num_hashed_blocks, req.blocks[0].first), columns)
             req.num_hashed_blocks = columns
         if req.num_output_tokens > 0 and req.num_verified_blocks < req.num_hashed_blocks:
             if self._tiers is not None:
-                self._tiers.completed(req.blocks, req.block_hashes, req.num_verified_blocks, req.num_hashed_blocks)
+                self._tiers.completed(
+                    req.blocks, req.block_hashes, req.num_verified_blocks, req.num_hashed_blocks
+                )
             req.num_verified_blocks = req.num_hashed_blocks
         if self._pages.has_states:
             self._outputs.book(req, since, checkpoint)
 
     def leave(self, req: RequestState, trusted: bool = True) -> None:
-        """A request gives its pages back. Not `trusted`: its numbers may have been wrong long before they showed, and nobody finds them in
-        any tier; neither those that it had found itself, which may be why."""
+        """A request gives its pages back. Not `trusted`: its numbers may have been wrong long before they
+        showed, and nobody finds them in any tier; neither those that it had found itself, which may be
+        why."""
         self._arrived(req, req.num_hashed_blocks, len(req.block_hashes))
-        if self._tiers is not None and self._tiers.sender is not None and req.kv_lease is not None and req.finish is not None:
+        if (
+            self._tiers is not None
+            and self._tiers.sender is not None
+            and req.kv_lease is not None
+            and req.finish is not None
+        ):
             self._export(req, req.kv_lease, self._tiers.sender)
         state = self._outputs.leave(req, trusted) if self._pages.has_states else []
         if state and self._tiers is not None:
@@ -158,15 +203,23 @@ class Prefixes:
             self._gone(key)
 
     def _export(self, req: RequestState, lease: str, exports: KVSender) -> None:
-        """A request has ended whose prompt another node goes on with: it gets what another request with this prompt may start after."""
+        """A request has ended whose prompt another node goes on with: it gets what another request with this
+        prompt may start after."""
         if req.finish in (Finish.STOP, Finish.LENGTH):
-            req.kv_offer = exports.add(lease, req.block_hashes[: (req.num_prompt_tokens - self._pages.has_states) // self._pages.page_size])
+            req.kv_offer = exports.add(
+                lease,
+                req.block_hashes[: (req.num_prompt_tokens - self._pages.has_states) // self._pages.page_size],
+            )
         else:
             exports.refuse(lease)
 
     def _waits_for_transfer(self, req: RequestState, keys: Seq[Key]) -> bool:
         """Whether pages are still to come from another node."""
-        return self._tiers is not None and self._tiers.receiver is not None and self._tiers.receiver.waits(req, keys)
+        return (
+            self._tiers is not None
+            and self._tiers.receiver is not None
+            and self._tiers.receiver.waits(req, keys)
+        )
 
     @property
     def states(self) -> list[int]:
@@ -197,10 +250,13 @@ class Prefixes:
             self._observer.removed([key], "device")
 
     def _tell(self, req: RequestState, first: int, end: int) -> None:
-        """Observers hear of these columns of a request: no pages that a window has passed, which are not found."""
+        """Observers hear of these columns of a request: no pages that a window has passed, which are not
+        found."""
         size, parent = self._pages.page_size, req.block_hashes[first - 1] if first else None
         if self._observer is not None and first < end:
-            self._observer.stored(req.block_hashes[first:end], parent, req.tokens[first * size : end * size], "device")
+            self._observer.stored(
+                req.block_hashes[first:end], parent, req.tokens[first * size : end * size], "device"
+            )
             if self._tiers is not None:
                 self._announced.update(req.block_hashes[first:end])
 

@@ -3,13 +3,15 @@
     device ──save, before somebody else gets the page──→ host ──spill──→ disk          pages are found by key in all of them
            ←──load, beside the steps────────────────────      ←─fetch──
 
-It counts; what moves the bytes is runtime/paging. With a disk, pages are written through as they become complete, a few with each step,
-so that what is often used outlives the process, too. In host memory the least recently used are dropped first.
+It counts; what moves the bytes is runtime/paging. With a disk, pages are written through as they become
+complete, a few with each step, so that what is often used outlives the process, too. In host memory the least
+recently used are dropped first.
 
-A request that finds pages below the device waits until they are loaded; others run meanwhile. The loading itself holds them, as a request
-would: afterwards they are cached as if they had just been used.
+A request that finds pages below the device waits until they are loaded; others run meanwhile. The loading
+itself holds them, as a request would: afterwards they are cached as if they had just been used.
 
-Another node is one more place from which pages come to host memory (kv_receiver.py), and for which they are kept there (kv_sender.py).
+Another node is one more place from which pages come to host memory (kv_receiver.py), and for which they are
+kept there (kv_sender.py).
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ class Tiers(HostMemory):
     def pending(self) -> bool:
         """Something has to be moved, or is under way."""
         pulling = self.receiver is not None and self.receiver.pending
-        return bool(self._outgoing or self._through or self.saving or self._spilling or self.loadings or pulling)
+        return bool(
+            self._outgoing or self._through or self.saving or self._spilling or self.loadings or pulling
+        )
 
     @property
     def holders(self) -> list[list[Held]]:
@@ -110,7 +114,8 @@ class Tiers(HostMemory):
             return
         for group, one in enumerate(held):
             self._through += [
-                (group, one.pages[column - one.first], keys[column]) for column in range(max(first, one.first), min(end, one.end))
+                (group, one.pages[column - one.first], keys[column])
+                for column in range(max(first, one.first), min(end, one.end))
             ]
 
     def forget(self) -> None:
@@ -145,7 +150,8 @@ class Tiers(HostMemory):
     # ------------------------------------------------------------------------------------------------ upwards
 
     def bring(self, keys: Sequence[Key], columns: int) -> int | None:
-        """A request finds so many columns on the device, not all. → the number of the loading that brings more: it waits for that."""
+        """A request finds so many columns on the device, not all. → the number of the loading that brings
+        more: it waits for that."""
         for loading in self.loadings:
             if any(page.key == keys[columns] for page in loading.missing):
                 return loading.number
@@ -159,7 +165,10 @@ class Tiers(HostMemory):
         """Load what the device lacks of these columns. None: there is no room."""
         needed = self._pages.needed(len(keys))
         wanted = [
-            (group, column) for group, columns in enumerate(needed) for column in columns if not self._pages.found(group, keys[column])
+            (group, column)
+            for group, columns in enumerate(needed)
+            for column in columns
+            if not self._pages.found(group, keys[column])
         ]
         missing = self._blocks(wanted, keys)
         if missing is None:
@@ -171,7 +180,9 @@ class Tiers(HostMemory):
         self._loads += 1
         loading = Loading(self._loads, keys, held, missing, set())
         self.loadings.append(loading)
-        loading.open = {self.move("fetch", page.group, page.block, key=page.key) for page in missing if page.cold}
+        loading.open = {
+            self.move("fetch", page.group, page.block, key=page.key) for page in missing if page.cold
+        }
         if not loading.open:
             self._load(loading)
         return loading.number
@@ -201,7 +212,9 @@ class Tiers(HostMemory):
         loading.fetched = True
         for page in loading.missing:
             one = loading.held[page.group]
-            loading.open.add(self.move("load", page.group, page.block, one.pages[page.column - one.first], page.key))
+            loading.open.add(
+                self.move("load", page.group, page.block, one.pages[page.column - one.first], page.key)
+            )
 
     def _unpin(self, missing: Sequence[Missing]) -> None:
         for page in missing:
@@ -228,7 +241,11 @@ class Tiers(HostMemory):
         self.saving.remove((group, block))
         if not good:
             self._avoid(moved)
-        elif self._disk is not None and self.groups[group].blocks.get(key) == block and not self._disk.has(group, key):
+        elif (
+            self._disk is not None
+            and self.groups[group].blocks.get(key) == block
+            and not self._disk.has(group, key)
+        ):
             self.groups[group].pins[block] += 1
             self._spilling[self.move("spill", group, block, key=key)] = group, key
         self.release(group, key, block)

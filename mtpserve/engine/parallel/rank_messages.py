@@ -1,10 +1,11 @@
-"""What rank 0, the engine's process, and the other processes that compute the same model say to each other, as msgpack over pipes.
+"""What rank 0, the engine's process, and the other processes that compute the same model say to each other,
+as msgpack over pipes.
 
     rank 0   StartRank          Room                      LaunchStep, Read, FinishTick, Reshape …, and the end of the pipe
     others              Room          Reached … Reached   Moved, after a Read                   Failed at any time
 
-Whatever rank 0's runner is asked to do the others do in the same order. They choose tokens for themselves, from the same numbers: a plan
-is all that they need.
+Whatever rank 0's runner is asked to do the others do in the same order. They choose tokens for themselves,
+from the same numbers: a plan is all that they need.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class StartRank(RankMessage, frozen=True):
 
 
 class Room(RankMessage, frozen=True):
-    """What a rank has memory for; then from rank 0 the least of it, which all of them use. See runtime.memory.MemoryPlan."""
+    """What a rank has memory for; then from rank 0 the least of it, which all of them use. See
+    runtime.memory.MemoryPlan."""
 
     pages: list[int]
     states: int
@@ -62,7 +64,8 @@ class Read(RankMessage, frozen=True):
 
 
 class FinishTick(RankMessage, frozen=True):
-    """Of engines that share their experts: go on with rounds until all engines have finished theirs (runtime/parallel/rounds)."""
+    """Of engines that share their experts: go on with rounds until all engines have finished theirs
+    (runtime/parallel/rounds)."""
 
 
 class Reshape(RankMessage, frozen=True):
@@ -114,7 +117,8 @@ def digest(result: StepResult) -> int:
 
 
 class Wire(Generic[T]):
-    """Messages through two pipes, each after its length (4 bytes, big-endian). `decoder`: of those that come."""
+    """Messages through two pipes, each after its length (4 bytes, big-endian). `decoder`: of those that
+    come."""
 
     def __init__(self, incoming: int, outgoing: int, decoder: msgspec.msgpack.Decoder[T]) -> None:
         self.incoming, self.outgoing = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb", buffering=0)

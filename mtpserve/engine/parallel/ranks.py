@@ -1,9 +1,11 @@
-"""Tensor parallel: the processes that compute one model together, as rank 0 sees them, which is the engine's process.
+"""Tensor parallel: the processes that compute one model together, as rank 0 sees them, which is the engine's
+process.
 
     engine ─ plan ─→ EveryRank ─┬─→ rank 0's own runner
                                 └─→ rank 1 … size - 1: engine/startup/rank.py
 
-One that dies or fails ends the engine: the others would wait for it in the middle of a layer. None outlives rank 0.
+One that dies or fails ends the engine: the others would wait for it in the middle of a layer. None outlives
+rank 0.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class Other:
 
 
 class RankProcesses:
-    """Those of ranks 1 … size - 1; none where the size is 1. `ranks` is what the layers need of them, once `connect` was called."""
+    """Those of ranks 1 … size - 1; none where the size is 1. `ranks` is what the layers need of them, once
+    `connect` was called."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.size = config.parallel.ranks
@@ -92,7 +95,7 @@ class RankProcesses:
             self._tell([self._others[-1]], StartRank(replace(config, rank=rank), log.getEffectiveLevel()))
             Thread(target=self._listen, args=(self._others[-1],), name=f"rank {rank}", daemon=True).start()
 
-    # -- at start -------------------------------------------------------------------------------------------------------------
+    # -- at start --------------------------------------------------------------------------------------------
 
     def agree(self, room: Room) -> Room:
         """What all ranks have memory for."""
@@ -132,7 +135,7 @@ class RankProcesses:
             answers.append(answer)
         return answers
 
-    # -- later ----------------------------------------------------------------------------------------------------------------
+    # -- later -----------------------------------------------------------------------------------------------
 
     def tell(self, order: Order) -> None:
         """All of them. In any thread. Raises EngineDead."""
@@ -156,7 +159,8 @@ class RankProcesses:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks do. Where it fails they are not at the same place any more, whoever is to blame: raises EngineDead."""
+        """Around what all ranks do. Where it fails they are not at the same place any more, whoever is to
+        blame: raises EngineDead."""
         self.check()
         self._inside = True
         try:
@@ -226,7 +230,9 @@ def shared_files(config: EngineConfig) -> SharedFiles:
         return SharedFiles(os.memfd_create("mtpserve-ranks"), make_file() if config.host_bytes else None)
     if config.host_bytes:
         options = "--kv-offload-gib, --kv-offload-dir and --disaggregation-mode"
-        raise ConfigError(f"{options} need os.memfd_create with --tensor-parallel-size, and this Python has none")
+        raise ConfigError(
+            f"{options} need os.memfd_create with --tensor-parallel-size, and this Python has none"
+        )
     return SharedFiles()
 
 
@@ -242,7 +248,9 @@ def joined(config: EngineConfig, device: torch.device, file: int | None, port: i
 def start(rank: int, files: SharedFiles) -> Other:
     orders, to_rank = os.pipe()
     from_rank, answers = os.pipe()
-    passed = {"orders": orders, "answers": answers} | {name: file for name, file in files._asdict().items() if file is not None}
+    passed = {"orders": orders, "answers": answers} | {
+        name: file for name, file in files._asdict().items() if file is not None
+    }
     command = [
         sys.executable,
         "-m",
@@ -259,7 +267,8 @@ def start(rank: int, files: SharedFiles) -> Other:
 
 
 class TransfersOfEach:
-    """Ends of transfers in all of `size` ranks: each moves its part of a page, and the page is moved when all have."""
+    """Ends of transfers in all of `size` ranks: each moves its part of a page, and the page is moved when all
+    have."""
 
     def __init__(self, size: int) -> None:
         self._size, self._changed = size, Condition()
@@ -277,7 +286,8 @@ class TransfersOfEach:
             self._changed.notify_all()
 
     def merged(self, result: StepResult) -> StepResult:
-        """Rank 0's, with the transfers that have ended in all ranks. Without spans nothing else is to be done, and it waits for one."""
+        """Rank 0's, with the transfers that have ended in all ranks. Without spans nothing else is to be
+        done, and it waits for one."""
         if not result.transferred and not self._parts and not self._whole:
             return result
         self.add(result.transferred)

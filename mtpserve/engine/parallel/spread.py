@@ -1,5 +1,5 @@
-"""Experts that are spread over the processes of several engines: from options to who has which, and to the ticks of all engines. Or over
-the ranks of one engine."""
+"""Experts that are spread over the processes of several engines: from options to who has which, and to the
+ticks of all engines. Or over the ranks of one engine."""
 
 from __future__ import annotations
 
@@ -25,12 +25,18 @@ log = logging.getLogger(__name__)
 
 def with_ranks(config: EngineConfig, arch: ModelArch) -> ModelArch:
     """How the ranks of one engine divide its experts. Raises ConfigError."""
-    return replace(arch, moe=replace(experts_of(config, arch), by_rank=True)) if config.parallel.by_rank else arch
+    return (
+        replace(arch, moe=replace(experts_of(config, arch), by_rank=True))
+        if config.parallel.by_rank
+        else arch
+    )
 
 
 def experts_of(config: EngineConfig, arch: ModelArch) -> MoEArch:
     if arch.moe is None:
-        raise ConfigError(f"{config.parallel.spreading} spreads the experts of a model, and this one has none: leave it out")
+        raise ConfigError(
+            f"{config.parallel.spreading} spreads the experts of a model, and this one has none: leave it out"
+        )
     return arch.moe
 
 
@@ -44,9 +50,15 @@ def spread_of(config: EngineConfig, arch: ModelArch) -> Rounds | None:
         return None
     moe = experts_of(config, arch)
     if moe.experts < size:
-        raise ConfigError(f"with {parallel.spreading} engines must have at most {moe.experts} processes, the model's experts, got {size}")
+        raise ConfigError(
+            f"with {parallel.spreading} engines must have at most {moe.experts} processes, the "
+            f"model's experts, got {size}"
+        )
     if config.scheduler.record_steps is not None:
-        raise ConfigError(f"--record-steps must be left out with {parallel.spreading}: a step cannot be run again by one engine alone")
+        raise ConfigError(
+            f"--record-steps must be left out with {parallel.spreading}: a step cannot be run again "
+            f"by one engine alone"
+        )
     layers = {layer: moe.experts for layer in range(len(arch.layers)) if layer not in moe.dense}
     owners = {} if parallel.expert_map is None else read(parallel.expert_map, size, layers)
     file = parallel.record_expert_load if config.rank == 0 else None  # the others have the same rows
@@ -54,7 +66,9 @@ def spread_of(config: EngineConfig, arch: ModelArch) -> Rounds | None:
     return Rounds(ExpertPlacement(config.replica, engines, owners, config.rank, parallel.ranks), load)
 
 
-def meet(config: EngineConfig, spread: Rounds, arch: ModelArch, dtype: torch.dtype, device: torch.device) -> TorchPeers:
+def meet(
+    config: EngineConfig, spread: Rounds, arch: ModelArch, dtype: torch.dtype, device: torch.device
+) -> TorchPeers:
     """When the weights are loaded; returns when all engines are there. Raises EngineDead."""
     assert arch.moe is not None
     place = spread.placement

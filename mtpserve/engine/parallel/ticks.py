@@ -3,14 +3,16 @@
     asleep ── work, or a Join with a new number ──→ gather ─┬─ somebody has work: steps, and rounds until all are done ──→ gather …
                                                             └─ nobody has ──→ asleep
 
-A tick begins with a gather: each brings whether it has work, and the highest number of a Join that it has heard of. In a tick an engine may
-do any number of steps or none; it takes part in the rounds of the others (runtime/parallel/rounds) until all have finished theirs.
+A tick begins with a gather: each brings whether it has work, and the highest number of a Join that it has
+heard of. In a tick an engine may do any number of steps or none; it takes part in the rounds of the others
+(runtime/parallel/rounds) until all have finished theirs.
 
-The front end numbers the requests that it gives to any of the engines. Each is a Submit to one of them and then, with its number, a Join to
-all, so that an engine that has heard of number n has got its own requests up to n before. After a gather everybody knows the same: whether
-there is work, and m, the lowest of the numbers that the engines had heard of. If there is work, all go on to the next gather. If not, an
-engine goes on to it when it has heard of a higher number than m, or has work, and sleeps in its inbox until then. Why no engine is ever
-alone in a gather:
+The front end numbers the requests that it gives to any of the engines. Each is a Submit to one of them and
+then, with its number, a Join to all, so that an engine that has heard of number n has got its own requests up
+to n before. After a gather everybody knows the same: whether there is work, and m, the lowest of the numbers
+that the engines had heard of. If there is work, all go on to the next gather. If not, an engine goes on to it
+when it has heard of a higher number than m, or has work, and sleeps in its inbox until then. Why no engine is
+ever alone in a gather:
 
   - One that has heard of a number above m is not alone: the front end has sent that number to all, so all hear of it and go on.
   - One that has got work since the gather is not alone: the request's number is above all that this engine had heard of, so above m, and
@@ -38,7 +40,8 @@ class State(IntEnum):
 
 
 class Ticks:
-    """`finish`: to be called at the end of each tick, returns when all have finished. Without peers: those of an engine by itself."""
+    """`finish`: to be called at the end of each tick, returns when all have finished. Without peers: those of
+    an engine by itself."""
 
     def __init__(self, peers: Peers | None = None, finish: Callable[[], None] = lambda: None) -> None:
         self.peers, self.finish = peers, finish

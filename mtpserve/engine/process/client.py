@@ -1,7 +1,8 @@
-"""The engine process as the front end sees it: starts it, submits, streams, notices that it died or hangs, ends it.
+"""The engine process as the front end sees it: starts it, submits, streams, notices that it died or hangs,
+ends it.
 
-Implements `core.clients.EngineClient`. One object per engine process; all methods belong to one event loop. It holds no text
-and no HTTP: tokens in, tokens out.
+Implements `core.clients.EngineClient`. One object per engine process; all methods belong to one event loop.
+It holds no text and no HTTP: tokens in, tokens out.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def private_directory() -> str:
     try:
         directory = tempfile.mkdtemp(prefix="mtpserve-")
     except OSError as error:
-        raise MTPServeError(f"no directory can be made for the engine's sockets; TMPDIR may name another place: {error}") from error
+        raise MTPServeError(
+            f"no directory can be made for the engine's sockets; TMPDIR may name another place: {error}"
+        ) from error
     longest = max(len(os.fsencode(f"{directory}/{name}")) for name in (INBOX, OUTBOX))
     if longest > zmq.IPC_PATH_MAX_LEN:
         os.rmdir(directory)
@@ -79,14 +82,16 @@ def private_directory() -> str:
     return directory
 
 
-# glibc's malloc asks for huge pages then: a step of one request, which reads every weight once, takes 4 to 6 % less on two cores of Zen 5.
+# glibc's malloc asks for huge pages then: a step of one request, which reads every weight once, takes 4 to 6
+# % less on two cores of Zen 5.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def waiting() -> dict[str, str]:
-    """How OpenMP's threads wait for the next product, as environment variables: they spin for a millisecond or two, which is longer than a
-    step is busy elsewhere, and then sleep, so that an idle engine leaves its cores to others. Sleeping at once takes up to twice the time
-    per step, spinning for ever takes the front end's core (benchmarks/README.md)."""
+    """How OpenMP's threads wait for the next product, as environment variables: they spin for a millisecond
+    or two, which is longer than a step is busy elsewhere, and then sleep, so that an idle engine leaves its
+    cores to others. Sleeping at once takes up to twice the time per step, spinning for ever takes the front
+    end's core (benchmarks/README.md)."""
     return {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "100000", "KMP_BLOCKTIME": "2"}
 
 
@@ -113,7 +118,8 @@ class Mailbox:
         self._wake()
 
     async def take(self) -> list[TokenEvent]:
-        """What is there, once something is, but no more than a reader gets through without holding up the others."""
+        """What is there, once something is, but no more than a reader gets through without holding up the
+        others."""
         while not self.events:
             if self._error is not None:
                 raise self._error
@@ -128,13 +134,20 @@ class Mailbox:
 
 
 class ProcessClient:
-    """`card` exists after `start()`. Streams end with EngineDead once the process is gone; the client does not restart it. `submitted` is
-    called when the process was sent a request."""
+    """`card` exists after `start()`. Streams end with EngineDead once the process is gone; the client does
+    not restart it. `submitted` is called when the process was sent a request."""
 
     card: ModelCard
     hung = False  # that is why it was ended
 
-    def __init__(self, config: EngineConfig, *, factory: str = DEFAULT_FACTORY, progress: bool = False, log_level: str = "info") -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        factory: str = DEFAULT_FACTORY,
+        progress: bool = False,
+        log_level: str = "info",
+    ) -> None:
         self.submitted: Callable[[], None] = lambda: None
         self._start_message = Start(config, progress, log_level)
         self._factory = factory
@@ -143,28 +156,40 @@ class ProcessClient:
         self._pulse.share(Path(self._directory) / PULSE_FILE)
         self._context = zmq.asyncio.Context()
         self._events = self._context.socket(zmq.PULL)
-        self._requests: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)  # an ordinary one: sending never waits
+        # an ordinary one: sending never waits
+        self._requests: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)
         self._requests.setsockopt(zmq.SNDHWM, 0)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
         self._open: dict[str, Mailbox] = {}
         self._ready: asyncio.Future[ModelCard] = asyncio.get_running_loop().create_future()
-        self._ready.add_done_callback(lambda future: future.cancelled() or future.exception())  # may end unawaited
+        # may end unawaited
+        self._ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stats = EngineStats()
-        self._asked: deque[asyncio.Future[SpecReport]] = deque()  # answers that are still to come; cancelled where nobody waits
+        # answers that are still to come; cancelled where nobody waits
+        self._asked: deque[asyncio.Future[SpecReport]] = deque()
         self._excused = 0.0  # until then silence means nothing; monotonic's
         self._profiles: deque[asyncio.Future[ProfileReport]] = deque()  # the same
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    # -- life -----------------------------------------------------------------------------------------------------------------
+    # -- life ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Returns when the engine is ready. Raises ConfigError, LoadError or EngineDead, with the engine's own line."""
+        """Returns when the engine is ready. Raises ConfigError, LoadError or EngineDead, with the engine's
+        own line."""
         self._events.bind(endpoint(self._directory, OUTBOX))
         self._requests.connect(endpoint(self._directory, INBOX))
-        command = [sys.executable, "-m", "mtpserve.engine.process.process", "--endpoint-dir", self._directory, "--factory", self._factory]
+        command = [
+            sys.executable,
+            "-m",
+            "mtpserve.engine.process.process",
+            "--endpoint-dir",
+            self._directory,
+            "--factory",
+            self._factory,
+        ]
         # Standard input is never written: it tells the child when this process ends, however it ends.
         self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, env=environment())
         self._send(self._start_message)
@@ -175,7 +200,8 @@ class ProcessClient:
             self._tasks.append(asyncio.create_task(self._watch_pulse(self._process)))
 
     async def stop(self, grace: float = 2.0) -> None:
-        """Ends the process, by force after `grace` seconds, and every stream that is still open. Leaves no child; may be repeated."""
+        """Ends the process, by force after `grace` seconds, and every stream that is still open. Leaves no
+        child; may be repeated."""
         self._die("the server is shutting down", ShuttingDown)
         process = self._process
         if process is not None and process.returncode is None:
@@ -206,14 +232,20 @@ class ProcessClient:
     def dead(self) -> str | None:
         return self._death.result() if self._death.done() else None
 
-    # -- requests -------------------------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------
 
     async def submit(self, request: Request) -> AsyncGenerator[list[TokenEvent], None]:
         if self.dead is not None:
             raise EngineDead(self.dead)
         # The engine would say the same, but only between two steps.
-        if self.card.capacity is not None and len(self._open) >= self.card.capacity and not request.is_migrated:
-            raise QueueFull(f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more")
+        if (
+            self.card.capacity is not None
+            and len(self._open) >= self.card.capacity
+            and not request.is_migrated
+        ):
+            raise QueueFull(
+                f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more"
+            )
         mailbox = self._open[request.id] = Mailbox()
         self._send(Submit(request))
         self.submitted()
@@ -241,7 +273,8 @@ class ProcessClient:
         self._send(ResetCache())
 
     async def set_spec(self, change: SpecChange) -> SpecReport:
-        """Changes what depths may be chosen, where they are not fixed. The engine answers between two steps. Raises EngineDead."""
+        """Changes what depths may be chosen, where they are not fixed. The engine answers between two steps.
+        Raises EngineDead."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         self._send(SetSpec(change))
@@ -259,7 +292,7 @@ class ProcessClient:
     def stats(self) -> EngineStats:
         return self._stats
 
-    # -- inside ---------------------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
 
     def _send(self, message: Down) -> None:
         if not self._requests.closed:
@@ -292,7 +325,8 @@ class ProcessClient:
             case Rejected(id):
                 self._end(id, message.error())
             case Started():
-                shutil.rmtree(self._directory, ignore_errors=True)  # both sockets are connected, and no other may be
+                # both sockets are connected, and no other may be
+                shutil.rmtree(self._directory, ignore_errors=True)
             case Ready(card):
                 if not self._ready.done():
                     self._ready.set_result(card)
@@ -331,7 +365,8 @@ class ProcessClient:
         self._die(f"the engine process {how}")
 
     async def _watch_pulse(self, process: Process) -> None:
-        """Once the process gives no sign of life: have it say where it is, then declare it dead. Whoever owns this client ends it."""
+        """Once the process gives no sign of life: have it say where it is, then declare it dead. Whoever owns
+        this client ends it."""
         await silence(self._signs, process.pid, self._timeout)
         reason = f"the engine process gave no sign of life for {self._timeout:g} s (--engine-timeout)"
         log.error("%s, and is ended", reason)

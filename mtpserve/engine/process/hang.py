@@ -1,7 +1,8 @@
-"""An engine's process that is alive and gets on with nothing: how that is seen, and what is written to the log before it is ended.
+"""An engine's process that is alive and gets on with nothing: how that is seen, and what is written to the
+log before it is ended.
 
-Silence is counted while the front end itself gets on: a machine that slept, and a group of processes that was stopped and goes on, have
-lost no time. It does not count while a debugger holds the process.
+Silence is counted while the front end itself gets on: a machine that slept, and a group of processes that was
+stopped and goes on, have lost no time. It does not count while a debugger holds the process.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ async def silence(count: Callable[[], int], process: int, limit: float) -> None:
 
 
 async def dump_stacks(process: int) -> None:
-    """Into the log: of the process, and of those that it has started, such as ranks. One that was stopped is continued, so that it can."""
+    """Into the log: of the process, and of those that it has started, such as ranks. One that was stopped is
+    continued, so that it can."""
     family = [process, *children(process)]
     for pid in family:
         log.error("the stacks of process %d, which is %s:", pid, status(pid, "State") or "there")

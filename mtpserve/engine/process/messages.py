@@ -1,7 +1,9 @@
-"""What the front end and the engine process say to each other, as msgpack over ZeroMQ. Typed both ways; never pickle.
+"""What the front end and the engine process say to each other, as msgpack over ZeroMQ. Typed both ways; never
+pickle.
 
-The first message down is Start, answered by Started: both sockets are connected then, and the front end removes their
-directory. Up come Ready or Fatal, then Events and Rejected, and Fatal at any time as the last one.
+The first message down is Start, answered by Started: both sockets are connected then, and the front end
+removes their directory. Up come Ready or Fatal, then Events and Rejected, and Fatal at any time as the last
+one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Submit(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """To each of the engines that share their experts, after one of them was given a request. Numbers rise: see ticks.py."""
+    """To each of the engines that share their experts, after one of them was given a request. Numbers rise:
+    see ticks.py."""
 
     number: int
 
@@ -59,7 +62,8 @@ class Profile(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """End now, whatever runs. Draining is the front end's business: it stops submitting and waits for its streams."""
+    """End now, whatever runs. Draining is the front end's business: it stops submitting and waits for its
+    streams."""
 
 
 class Started(Message, frozen=True):
@@ -82,7 +86,8 @@ class Spec(Message, frozen=True):
 
 
 class Silent(Message, frozen=True):
-    """Until the next message the process writes a trace, and gives no other sign of life: what writes it lets no thread go on."""
+    """Until the next message the process writes a trace, and gives no other sign of life: what writes it lets
+    no thread go on."""
 
 
 class Profiled(Message, frozen=True):

@@ -1,9 +1,10 @@
-"""The engine process: an inbox, the engine's step, an outbox. It is started by `ProcessClient`, not by hand, and decides nothing.
+"""The engine process: an inbox, the engine's step, an outbox. It is started by `ProcessClient`, not by hand,
+and decides nothing.
 
     python -m mtpserve.engine.process.process --endpoint-dir DIR [--factory module:function]
 
-It ignores SIGINT and SIGTERM, since the front end drains first and says Shutdown, and it dies with its parent: standard input
-carries nothing, its end means that the parent is gone.
+It ignores SIGINT and SIGTERM, since the front end drains first and says Shutdown, and it dies with its
+parent: standard input carries nothing, its end means that the parent is gone.
 """
 
 from __future__ import annotations
@@ -64,13 +65,16 @@ log = logging.getLogger(__name__)
 DEFAULT_FACTORY = "mtpserve.engine.startup.start:build_engine"
 LINGER_MS = 2000  # how long the last message may take to leave
 PR_SET_PDEATHSIG = 1
-# Every new number of rows makes oneDNN and torch's wrapper around it compile products anew and keep them, 1024 each: hundreds of
-# megabytes before it levels off. Steady decoding needs two or three dozen. Many more do harm under a load that varies: as old ones
-# make room for new ones they leave holes all over the heap. Read when torch is imported, which is after `main` has begun.
+# Every new number of rows makes oneDNN and torch's wrapper around it compile products anew and keep them,
+# 1024 each: hundreds of megabytes before it levels off. Steady decoding needs two or three dozen. Many more
+# do harm under a load that varies: as old ones make room for new ones they leave holes all over the heap.
+# Read when torch is imported, which is after `main` has begun.
 CPU_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48", "LRU_CACHE_CAPACITY": "48"}
-MAX_COMPILING = 64  # requests whose grammars are being compiled or wait for it; more are refused as by a full queue
+# requests whose grammars are being compiled or wait for it; more are refused as by a full queue
+MAX_COMPILING = 64
 TRIM_S = 10.0  # how often freed memory is given back to the system
-# How often an idle engine says that it lives, looks whether what may change by itself has, and whether all that compute are there.
+# How often an idle engine says that it lives, looks whether what may change by itself has, and whether all
+# that compute are there.
 IDLE_MS = 250
 POLL_MS = 5  # how often the loop looks for compiled grammars while it has nothing else to do
 
@@ -139,7 +143,8 @@ class Pipe:
 
 
 class Inbox:
-    """What becomes of messages. Grammars are compiled in a thread of their own, one after the other, and no step waits for them."""
+    """What becomes of messages. Grammars are compiled in a thread of their own, one after the other, and no
+    step waits for them."""
 
     def __init__(self, engine: EngineLike, pipe: Pipe, profiling: Profiling) -> None:
         self.engine, self.pipe, self.profiling = engine, pipe, profiling
@@ -152,9 +157,16 @@ class Inbox:
             case Submit(request) if request.sampling.grammar is None:
                 self.add(request)
             case Submit(request) if len(self.compiling) >= MAX_COMPILING:
-                self.pipe.send(Rejected(request.id, "busy", f"{MAX_COMPILING} requests wait for their grammars to be compiled"))
+                self.pipe.send(
+                    Rejected(
+                        request.id, "busy", f"{MAX_COMPILING} requests wait for their grammars to be compiled"
+                    )
+                )
             case Submit(request):
-                self.compiling[request.id] = request, self.compiler.submit(self.engine.compile, request.sampling.grammar)
+                self.compiling[request.id] = (
+                    request,
+                    self.compiler.submit(self.engine.compile, request.sampling.grammar),
+                )
             case Abort(id):
                 if id in self.compiling:
                     self.compiling.pop(id)[1].cancel()
@@ -194,14 +206,16 @@ class Inbox:
 
 
 def give_back() -> None:
-    """Tensors of ever other sizes leave holes, which glibc keeps unless it is asked. Other libraries have no such function."""
+    """Tensors of ever other sizes leave holes, which glibc keeps unless it is asked. Other libraries have no
+    such function."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def loop(engine: EngineLike, pipe: Pipe, profiling: Profiling) -> None:
-    """Step while there is work, block in the socket while there is none, here or in an engine that has a part of the experts."""
+    """Step while there is work, block in the socket while there is none, here or in an engine that has a part
+    of the experts."""
     inbox, ticks, trimmed, going = Inbox(engine, pipe, profiling), engine.ticks, perf_counter(), True
     while True:
         PULSE.beat()
@@ -249,7 +263,8 @@ def run(pipe: Pipe, factory: str) -> int:
         pipe.send(Started())
         engine = load_factory(factory)(start.config, progress=start.progress)
         gc.collect()
-        gc.freeze()  # the model's objects live as long as the process: keep them out of every later collection
+        # the model's objects live as long as the process: keep them out of every later collection
+        gc.freeze()
         pipe.send(Ready(engine.card))
         loop(engine, pipe, profiling_of(engine, start.config.replica, lambda: pipe.send(Silent())))
     except MTPServeError as error:
@@ -279,7 +294,8 @@ def one_line(error: BaseException) -> str:
 
 
 def die_with_parent() -> None:
-    """The kernel's own means on Linux; elsewhere, and for a parent that died before this line, the end of standard input."""
+    """The kernel's own means on Linux; elsewhere, and for a parent that died before this line, the end of
+    standard input."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -292,8 +308,9 @@ def die_with_parent() -> None:
 
 
 def begin() -> None:
-    """What processes that compute do first, before torch is imported: its caches are bounded, the parent alone says when to end, and
-    SIGUSR1 has the stacks of all threads written to standard error, whatever they are doing."""
+    """What processes that compute do first, before torch is imported: its caches are bounded, the parent
+    alone says when to end, and SIGUSR1 has the stacks of all threads written to standard error, whatever they
+    are doing."""
     assert "torch" not in sys.modules
     for name, size in CPU_CACHES.items():
         os.environ.setdefault(name, size)

@@ -1,7 +1,8 @@
-"""Traces of the steps that a process computes, by torch's profiler, as files that Perfetto and chrome://tracing open. One at a time.
+"""Traces of the steps that a process computes, by torch's profiler, as files that Perfetto and
+chrome://tracing open. One at a time.
 
-Each process has one; that of the engine's process tells those of the other ranks when to begin and to end. torch is imported when a trace
-begins.
+Each process has one; that of the engine's process tells those of the other ranks when to begin and to end.
+torch is imported when a trace begins.
 """
 
 from __future__ import annotations
@@ -25,10 +26,15 @@ log = logging.getLogger(__name__)
 
 
 class Profiling:
-    """`others`: of the ranks that compute the same model. `announce` is called before a trace is written, which may take minutes."""
+    """`others`: of the ranks that compute the same model. `announce` is called before a trace is written,
+    which may take minutes."""
 
     def __init__(
-        self, engine: int, rank: int = 0, others: RankProcesses | None = None, announce: Callable[[], None] = lambda: None
+        self,
+        engine: int,
+        rank: int = 0,
+        others: RankProcesses | None = None,
+        announce: Callable[[], None] = lambda: None,
     ) -> None:
         self._announce = announce
         self._which = f"engine{engine}-rank{rank}"
@@ -68,7 +74,10 @@ class Profiling:
 
         Path(change.folder).mkdir(parents=True, exist_ok=True)
         file_of(change, self._which).touch(exist_ok=False)  # what cannot be written is said now
-        wanted = {profiler.ProfilerActivity.CPU: change.cpu, profiler.ProfilerActivity.CUDA: change.gpu and cuda.is_available()}
+        wanted = {
+            profiler.ProfilerActivity.CPU: change.cpu,
+            profiler.ProfilerActivity.CUDA: change.gpu and cuda.is_available(),
+        }
         profile = profiler.profile(
             activities=[activity for activity, is_wanted in wanted.items() if is_wanted],
             profile_memory=change.memory,
@@ -102,7 +111,8 @@ def file_of(change: ProfileChange, which: str) -> Path:
 
 
 def profiling_of(engine: object, number: int, announce: Callable[[], None]) -> Profiling:
-    """Of an engine's process. Its runner may be inside of others, one of which has all ranks do what it does."""
+    """Of an engine's process. Its runner may be inside of others, one of which has all ranks do what it
+    does."""
     inner, others = engine, None
     while others is None and (inner := getattr(inner, "runner", None)) is not None:
         others = getattr(inner, "others", None)

@@ -3,9 +3,10 @@
     a request ──→ the engine where its prompt's beginning was computed, unless that has much more to do than the least busy one
     an engine dies ──→ its requests go on in another one, or in itself when it is there again; it is started again after a pause
 
-Where a request goes on, its next token is the one that the lost engine would have given: noise depends on the request's seed and a token's
-index alone, and seeds are drawn here. (Where drafts are accepted by rejection, see spec/verify/accept, that holds for the law of the text.)
-A request that has lost several engines may be what kills them, and ends with the last one's error.
+Where a request goes on, its next token is the one that the lost engine would have given: noise depends on the
+request's seed and a token's index alone, and seeds are drawn here. (Where drafts are accepted by rejection,
+see spec/verify/accept, that holds for the law of the text.) A request that has lost several engines may be
+what kills them, and ends with the last one's error.
 """
 
 from __future__ import annotations
@@ -24,22 +25,32 @@ from mtpserve.cache.keys import Key, extend, root
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
 from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.protocols.clients import RequestClient
-from mtpserve.core.request import EngineState, EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import (
+    EngineState,
+    EngineStats,
+    ModelCard,
+    Request,
+    SpecChange,
+    SpecReport,
+    TokenEvent,
+)
 from mtpserve.engine.process.totals import counters, total
 
 log = logging.getLogger(__name__)
 
 BLOCK = 64  # tokens of a prompt that are remembered together
 REMEMBERED = 1 << 16  # blocks
-SLACK, MORE = 2, 1.5  # an engine has much more to do with so many requests more than another, and so many times as many
+# an engine has much more to do with so many requests more than another, and so many times as many
+SLACK, MORE = 2, 1.5
 LOST = 3  # engines that a request may lose
-PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before an engine is started again: the next one where it has died soon
+# seconds before an engine is started again: the next one where it has died soon
+PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0  # after which a death is the first one again
 
 
 class LocalEngine(RequestClient, Protocol):
-    """An engine that is started and ended here. `submitted` is called whenever it was sent a request; `hung`: it is dead because it gave no
-    sign of life."""
+    """An engine that is started and ended here. `submitted` is called whenever it was sent a request; `hung`:
+    it is dead because it gave no sign of life."""
 
     submitted: Callable[[], None]
     hung: bool
@@ -128,18 +139,26 @@ class Affinity:
 
     def forget(self, number: int | None = None) -> None:
         """What an engine had, or all of them."""
-        self._owner = OrderedDict((key, owner) for key, owner in self._owner.items() if number is not None and owner != number)
+        self._owner = OrderedDict(
+            (key, owner) for key, owner in self._owner.items() if number is not None and owner != number
+        )
 
 
 class Replicas:
-    """`card` exists after `start()`. `make(number, restarts)` gives an engine that was not started; `restarts`: how often each is started
-    again after it has died; `seed`: from which requests without one get theirs; `together`: they share experts, so that
-    they die and are started together."""
+    """`card` exists after `start()`. `make(number, restarts)` gives an engine that was not started;
+    `restarts`: how often each is started again after it has died; `seed`: from which requests without one get
+    theirs; `together`: they share experts, so that they die and are started together."""
 
     card: ModelCard
 
     def __init__(
-        self, make: Callable[[int, int], LocalEngine], count: int, *, restarts: int = 0, seed: int | None = None, together: bool = False
+        self,
+        make: Callable[[int, int], LocalEngine],
+        count: int,
+        *,
+        restarts: int = 0,
+        seed: int | None = None,
+        together: bool = False,
     ) -> None:
         self._make, self._restarts, self._together = make, restarts, together
         self._seeds = SystemRandom() if seed is None else Random(seed)
@@ -148,12 +167,13 @@ class Replicas:
         self._affinity = Affinity()
         self._open: dict[str, Replica | None] = {}  # None: it waits for an engine
         self._aborted: set[str] = set()  # of those that wait
-        self._changed = asyncio.Event()  # set, and made anew, when an engine has come up or a request has ended
+        # set, and made anew, when an engine has come up or a request has ended
+        self._changed = asyncio.Event()
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._draining = False
         self._keepers: list[asyncio.Task[None]] = []
 
-    # -- life -----------------------------------------------------------------------------------------------------------------
+    # -- life ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Returns when all engines are ready. Raises what the first failure raises."""
@@ -161,14 +181,17 @@ class Replicas:
         first, *others = [replica.client.card for replica in self._replicas]
         capacity = None if first.capacity is None else sum(card.capacity or 0 for card in (first, *others))
         # They are alike, but for what memory each has found.
-        self.card = replace(first, capacity=capacity, context_length=min(card.context_length for card in (first, *others)))
+        self.card = replace(
+            first, capacity=capacity, context_length=min(card.context_length for card in (first, *others))
+        )
         for replica in self._replicas:
             replica.state, replica.since = "up", monotonic()
         groups = [self._replicas] if self._together else [[replica] for replica in self._replicas]
         self._keepers = [asyncio.create_task(self._keep(group)) for group in groups]
 
     async def stop(self, grace: float = 2.0) -> None:
-        """Ends the processes, by force after `grace` seconds, and every stream that is still open. Leaves no child; may be repeated."""
+        """Ends the processes, by force after `grace` seconds, and every stream that is still open. Leaves no
+        child; may be repeated."""
         self._draining = True
         self._die("the server is shutting down")
         for keeper in self._keepers:
@@ -177,7 +200,8 @@ class Replicas:
         await asyncio.gather(*(replica.client.stop(grace) for replica in self._replicas))
 
     async def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the open streams. False: some were still open after `timeout` seconds."""
+        """Refuse new requests and wait for the open streams. False: some were still open after `timeout`
+        seconds."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
@@ -203,7 +227,14 @@ class Replicas:
     @property
     def engines(self) -> list[EngineState]:
         return [
-            EngineState(replica.number, replica.state, replica.restarts, replica.hangs, replica.reason, replica.stats())
+            EngineState(
+                replica.number,
+                replica.state,
+                replica.restarts,
+                replica.hangs,
+                replica.reason,
+                replica.stats(),
+            )
             for replica in self._replicas
         ]
 
@@ -214,7 +245,8 @@ class Replicas:
         return engine
 
     def _tell(self) -> None:
-        """All engines, that one of them was sent a request. They start together, so that each has heard of all since then."""
+        """All engines, that one of them was sent a request. They start together, so that each has heard of
+        all since then."""
         self._joins += 1
         for replica in self._replicas:
             replica.client.join(self._joins)
@@ -232,7 +264,9 @@ class Replicas:
             reason = deaths[number].result()
             for replica in group:
                 is_failed = replica is group[number]
-                replica.reason = reason if is_failed else f"it shares experts with engine {group[number].number}: {reason}"
+                replica.reason = (
+                    reason if is_failed else f"it shares experts with engine {group[number].number}: {reason}"
+                )
                 replica.hangs += replica.client.hung
                 replica.state = "starting"  # from here on what it has counted is in `lost` alone
                 if monotonic() - replica.since > STEADY_S:
@@ -287,7 +321,7 @@ class Replicas:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    # -- requests -------------------------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------
 
     async def submit(self, request: Request) -> AsyncGenerator[list[TokenEvent], None]:
         if self._draining:
@@ -295,7 +329,9 @@ class Replicas:
         if self.dead is not None:
             raise EngineDead(self.dead)
         if self.card.capacity is not None and len(self._open) >= self.card.capacity:
-            raise QueueFull(f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more")
+            raise QueueFull(
+                f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more"
+            )
         if request.sampling.seed is None:
             request = replace(request, seed=self._seeds.getrandbits(63))
         self._open[request.id] = None
@@ -309,10 +345,16 @@ class Replicas:
                             progress.take(events)
                             yield events
                     return
-                except (EngineDead, ShuttingDown):  # the latter where it is put away because another one has died
+                # the latter where it is put away because another one has died
+                except (EngineDead, ShuttingDown):
                     if left == 0 or self.dead is not None:
                         raise
-                request = replace(request, prior_output_ids=list(progress.said), num_scored_prompt_tokens=progress.scored, is_migrated=True)
+                request = replace(
+                    request,
+                    prior_output_ids=list(progress.said),
+                    num_scored_prompt_tokens=progress.scored,
+                    is_migrated=True,
+                )
         finally:
             self._open.pop(request.id, None)
             self._aborted.discard(request.id)
@@ -330,13 +372,16 @@ class Replicas:
             replica.open.discard(request.id)
 
     async def _place(self, request: Request) -> Replica:
-        """An engine for it, as soon as there is one. Raises EngineDead, and RequestFailed where it is aborted meanwhile."""
+        """An engine for it, as soon as there is one. Raises EngineDead, and RequestFailed where it is aborted
+        meanwhile."""
         while True:
             if self.dead is not None:
                 raise ShuttingDown(self.dead) if self._draining else EngineDead(self.dead)
             if request.id in self._aborted:
                 raise RequestFailed("the request was aborted")
-            up = [replica for replica in self._replicas if replica.state == "up" and replica.client.dead is None]
+            up = [
+                replica for replica in self._replicas if replica.state == "up" and replica.client.dead is None
+            ]
             if up:
                 return self._chosen(up, request)
             await self._changed.wait()
@@ -378,8 +423,14 @@ class Replicas:
     async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
         """Of all engines that are up. Raises EngineDead."""
         up = [replica for replica in self._replicas if replica.state == "up"]
-        reports = await asyncio.gather(*(replica.client.set_spec(change) for replica in up), return_exceptions=True)
-        spec_reports = {replica.number: report for replica, report in zip(up, reports, strict=True) if isinstance(report, SpecReport)}
+        reports = await asyncio.gather(
+            *(replica.client.set_spec(change) for replica in up), return_exceptions=True
+        )
+        spec_reports = {
+            replica.number: report
+            for replica, report in zip(up, reports, strict=True)
+            if isinstance(report, SpecReport)
+        }
         if not spec_reports:
             raise EngineDead(self.dead or "no engine is up")
         return spec_reports
@@ -387,7 +438,9 @@ class Replicas:
     async def profile(self, change: ProfileChange) -> list[ProfileReport]:
         """Of all engines that are up. Raises EngineDead."""
         up = [replica for replica in self._replicas if replica.state == "up"]
-        reports = await asyncio.gather(*(replica.client.profile(change) for replica in up), return_exceptions=True)
+        reports = await asyncio.gather(
+            *(replica.client.profile(change) for replica in up), return_exceptions=True
+        )
         profile_reports = [report for report in reports if isinstance(report, ProfileReport)]
         if not profile_reports:
             raise EngineDead(self.dead or "no engine is up")

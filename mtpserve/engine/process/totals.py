@@ -11,19 +11,27 @@ from mtpserve.core.request import DraftHealth, EngineStats
 
 WORST = ("suspended", "weak", "unmeasured", "ok", "off")
 GAUGES = (
-    "running", "waiting", "waiting_for_pages", "pages_used", "pages_cached", "pages_total", "tier_pages", "tier_pages_total",
+    "running", "waiting", "waiting_for_pages", "pages_used", "pages_cached", "pages_total", "tier_pages",
+    "tier_pages_total",
     "leased_pages", "depths", "draft_health",
 )  # fmt: skip
 
 
 def total(all_stats: Seq[EngineStats]) -> EngineStats:
-    """Counters and gauges are added; the depths are the first engine's that has any, the draft model's health is the worst one's."""
+    """Counters and gauges are added; the depths are the first engine's that has any, the draft model's health
+    is the worst one's."""
     totals = EngineStats(depths=next((stats.depths for stats in all_stats if stats.depths is not None), None))
     for one in fields(EngineStats):
         if one.name not in ("depths", "draft_health"):
             setattr(totals, one.name, summed([getattr(stats, one.name) for stats in all_stats]))
-    worst = min((stats.draft_health for stats in all_stats), key=lambda health: WORST.index(health.state), default=DraftHealth())
-    totals.draft_health = replace(worst, faults_total=sum(stats.draft_health.faults_total for stats in all_stats))
+    worst = min(
+        (stats.draft_health for stats in all_stats),
+        key=lambda health: WORST.index(health.state),
+        default=DraftHealth(),
+    )
+    totals.draft_health = replace(
+        worst, faults_total=sum(stats.draft_health.faults_total for stats in all_stats)
+    )
     return totals
 
 

@@ -1,1 +1,2 @@
-"""From options to a running engine: what is loaded, how memory is divided, and how the parts are put together."""
+"""From options to a running engine: what is loaded, how memory is divided, and how the parts are put
+together."""

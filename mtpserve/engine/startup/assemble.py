@@ -1,4 +1,5 @@
-"""Puts the parts of an engine together, in one place: `build` calls it with a loaded checkpoint, tests with models of their own."""
+"""Puts the parts of an engine together, in one place: `build` calls it with a loaded checkpoint, tests with
+models of their own."""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.config.drafters import source_name
-from mtpserve.core.arch.model import Attention, Features, LayerKind, ModelArch, attention_kinds, page_groups, recurrent_kinds
+from mtpserve.core.arch.model import (
+    Attention,
+    Features,
+    LayerKind,
+    ModelArch,
+    attention_kinds,
+    page_groups,
+    recurrent_kinds,
+)
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols.attention import AttentionBackend
@@ -56,9 +65,11 @@ from mtpserve.spec.verify.thresholds import Thresholds
 
 log = logging.getLogger(__name__)
 
-# On a CPU a step takes as long as it has rows: a long prompt gets a part of them. On a GPU few rows take as long as many.
+# On a CPU a step takes as long as it has rows: a long prompt gets a part of them. On a GPU few rows take as
+# long as many.
 CPU_LONG = 8
 
+# of a backend; imported only where they run
 KERNELS: dict[str, dict[str, str]] = {
     "triton": {
         "compact": "mtpserve_kernels.cache.compact",
@@ -86,16 +97,18 @@ KERNELS: dict[str, dict[str, str]] = {
         "propose": "mtpserve.spec.cpu",
         "draft_chain": "mtpserve.spec.cpu",
     },
-}  # of a backend; imported only where they run
+}
+# the same for recurrent layers
 RECUR: dict[str, str] = {
     "cpu": "mtpserve_kernels.cpu.recurrent",
     "triton": "mtpserve_kernels.recurrent.delta",
-}  # the same for recurrent layers
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSizes:
-    pages: Seq[int]  # of each group (core.arch.model.page_groups) for requests; there is one more in each, which pads batches
+    # of each group (core.arch.model.page_groups) for requests; there is one more in each, which pads batches
+    pages: Seq[int]
     page_size: int  # tokens in a page
     seats: int  # requests that run at once
     context: int  # tokens of prompt and output together
@@ -112,7 +125,8 @@ class EngineOptions:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32  # what the layers compute in
     stored: torch.dtype | None = None  # what keys and values are stored in; None: `dtype`
-    backend: str = "reference"  # of attention, see attention/registry; the kernels of KERNELS move and judge, too
+    # of attention, see attention/registry; the kernels of KERNELS move and judge, too
+    backend: str = "reference"
     eos_ids: tuple[int, ...] = ()
     token_map: list[int] | None = None  # the tokens that drafting looks at; None: all
     rates: Seq[float] | None = None  # synthetic acceptance, of each depth
@@ -126,7 +140,9 @@ class EngineOptions:
     below: TierOptions = field(default_factory=TierOptions)  # the device
     observer: CacheObserver | None = None
     floor: float | None = (
-        None  # share of first drafts that the draft model has accepted at least, see engine/depth/watchdog; None: nobody watches
+        # share of first drafts that the draft model has accepted at least, see engine/depth/watchdog; None:
+        # nobody watches
+        None
     )
     poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
     name: str = ""
@@ -137,31 +153,48 @@ def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, dra
     """Raises ConfigError for a kind of layer that cannot be computed."""
     for kind in dict.fromkeys(layers):
         if not attention.supports(kind):
-            raise ConfigError(f"--attention-backend {backend} does not support layers of {kind}; reference does")
+            raise ConfigError(
+                f"--attention-backend {backend} does not support layers of {kind}; reference does"
+            )
     check_windows(layers, drafts)
 
 
 def check_windows(layers: Seq[LayerKind], drafts: DraftSizes) -> None:
     """Raises ConfigError for a window that is smaller than drafts are deep."""
     for kind in dict.fromkeys(layers):
-        # Backends count how far back a node of a tree is by places: as long as all of its path is seen, these are the positions.
+        # Backends count how far back a node of a tree is by places: as long as all of its path is seen, these
+        # are the positions.
         window = kind.window if isinstance(kind, Attention) else None
         if window is not None and drafts.branching and window <= drafts.depth:
-            raise ConfigError(f"drafts {drafts.depth} deep need layers with a window of at least {drafts.depth + 1}, got {kind}")
+            raise ConfigError(
+                f"drafts {drafts.depth} deep need layers with a window of at least "
+                f"{drafts.depth + 1}, got {kind}"
+            )
 
 
 def sizes_of(options: EngineOptions, layers: Seq[LayerKind], features: Features) -> DraftSizes:
     """`features`: of the draft model."""
     sizes = draft_sizes(options.spec, options.scheduler.step_tokens)
-    # The pages of a window are gone before a deferred row is stored in them. Of chained modules each row needs those before it at once.
-    return sizes if page_groups(layers) == (None,) and not features.chained else replace(sizes, max_deferred_tokens=0)
+    # The pages of a window are gone before a deferred row is stored in them. Of chained modules each row
+    # needs those before it at once.
+    return (
+        sizes
+        if page_groups(layers) == (None,) and not features.chained
+        else replace(sizes, max_deferred_tokens=0)
+    )
 
 
-def make_states(arch: ModelArch, sizes: EngineSizes, drafts: DraftSizes, options: EngineOptions) -> States | None:
+def make_states(
+    arch: ModelArch, sizes: EngineSizes, drafts: DraftSizes, options: EngineOptions
+) -> States | None:
     """None: the model has no recurrent layers."""
     kinds = recurrent_kinds(arch.layers)
     seats = sizes.seats + 1
-    return States(kinds, seats, drafts.nodes, sizes.states, options.dtype, options.device, options.poison) if kinds else None
+    return (
+        States(kinds, seats, drafts.nodes, sizes.states, options.dtype, options.device, options.poison)
+        if kinds
+        else None
+    )
 
 
 def recur_of(backend: str) -> Recur:
@@ -171,8 +204,11 @@ def recur_of(backend: str) -> Recur:
     return recur
 
 
-def trunk_attention(name: str, arch: ModelArch, stores: Stores, states: States | None, recur: Recur) -> AttentionBackend:
-    """The backend of this name for the trunk's layers. `stores`: of all that attend; `states`: of those that keep one."""
+def trunk_attention(
+    name: str, arch: ModelArch, stores: Stores, states: States | None, recur: Recur
+) -> AttentionBackend:
+    """The backend of this name for the trunk's layers. `stores`: of all that attend; `states`: of those that
+    keep one."""
     kinds = arch.layers[: arch.num_layers]
     attention = BACKENDS.get(name)(stores.part(slice(len(attention_kinds(kinds)))), arch.heads, arch.scale)
     if all(isinstance(kind, Attention) for kind in kinds):
@@ -181,37 +217,51 @@ def trunk_attention(name: str, arch: ModelArch, stores: Stores, states: States |
 
 
 def draft_passes(
-    model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, drafts: DraftSizes, options: EngineOptions,
+    model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, drafts: DraftSizes,
+    options: EngineOptions,
     kernels: Mapping[str, Any],
 ) -> DraftPasses:  # fmt: skip
-    """`stores`: of all layers, the draft model's own after the trunk's. `kernels`: the backend's, by their names in KERNELS."""
-    arch, width = model.arch, draft_model.features.width(model.arch.hidden, model.arch.residual // model.arch.hidden)
+    """`stores`: of all layers, the draft model's own after the trunk's. `kernels`: the backend's, by their
+    names in KERNELS."""
+    arch, width = (
+        model.arch,
+        draft_model.features.width(model.arch.hidden, model.arch.residual // model.arch.hidden),
+    )
     boundary = deferred = history = None
     if width:
         store_boundary: StoreBoundary = kernels.get("store_boundary", reference.store_boundary)
-        boundary = BoundaryRows(sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device, store_boundary)
+        boundary = BoundaryRows(
+            sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device, store_boundary
+        )
     if (rows := draft_model.features.rows) > 1:
         history = FeatureHistory(sizes.seats + 1, rows, width // rows, options.dtype, options.device)
     if width and drafts.max_deferred_tokens:
         keep: Keep = kernels.get("keep", reference.keep)
-        deferred = DeferredRows(sizes.seats + 1, drafts.max_deferred_tokens, width, options.dtype, options.device, keep)
+        deferred = DeferredRows(
+            sizes.seats + 1, drafts.max_deferred_tokens, width, options.dtype, options.device, keep
+        )
     draft_stores = stores.part(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
     scale = arch.scale if arch.draft is None else arch.draft.scale
     attention = BACKENDS.get(options.backend)(draft_stores, arch.heads, scale)
     reduced = reduced_head(model, draft_model, options.token_map)
     positions = partial(kernels.get("draft_positions", draft_positions), page_size=sizes.page_size)
     return DraftPasses(
-        draft_model, attention, positions, boundary, reduced, kernels.get("propose", propose), deferred, history, drafts.steps,
+        draft_model, attention, positions, boundary, reduced, kernels.get("propose", propose), deferred,
+        history, drafts.steps,
         kernels.get("draft_chain"),
     )  # fmt: skip
 
 
 def make_seats(
-    sizes: EngineSizes, drafts: DraftSizes, vocab: int, options: EngineOptions, coupled: bool, kernels: Mapping[str, Any]
+    sizes: EngineSizes, drafts: DraftSizes, vocab: int, options: EngineOptions, coupled: bool,
+    kernels: Mapping[str, Any]
 ) -> DeviceRequests:  # fmt: skip
-    request_kernels = RequestKernels(**{name: kernels[name] for name in RequestKernels._fields if name in kernels})
+    request_kernels = RequestKernels(
+        **{name: kernels[name] for name in RequestKernels._fields if name in kernels}
+    )
     return DeviceRequests(
-        sizes.seats, sizes.context, drafts, vocab, sizes.page_size, options.device, options.eos_ids, sizes.pages, coupled, options.overlap,
+        sizes.seats, sizes.context, drafts, vocab, sizes.page_size, options.device, options.eos_ids,
+        sizes.pages, coupled, options.overlap,
         request_kernels,
     )  # fmt: skip
 
@@ -219,7 +269,11 @@ def make_seats(
 def judge_of(options: EngineOptions, kernels: Mapping[str, Any]) -> Decide | None:
     """None: plain torch."""
     judge: Decide | None = kernels.get("decide")
-    return judge if options.rates is None else SyntheticAcceptance(judge or decide, options.rates, options.device)
+    return (
+        judge
+        if options.rates is None
+        else SyntheticAcceptance(judge or decide, options.rates, options.device)
+    )
 
 
 def watch_of(options: EngineOptions, vocab: int) -> Watchdog | None:
@@ -245,19 +299,27 @@ class Computing:
 def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Computing:
     """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
     arch, spec, device = model.arch, options.spec, options.device
-    kernels = {name: getattr(import_module(module), name) for name, module in KERNELS.get(options.backend, {}).items()}
+    kernels = {
+        name: getattr(import_module(module), name)
+        for name, module in KERNELS.get(options.backend, {}).items()
+    }
     draft_model = make_draft_model(spec, model)
     layers = (*arch.layers[: arch.num_layers], *(() if draft_model is None else draft_model.layers))
     drafts = sizes_of(options, layers, Features() if draft_model is None else draft_model.features)
     stores = Stores(
-        attention_kinds(layers), [count + 1 for count in sizes.pages], sizes.page_size, options.dtype, device, options.poison,
+        attention_kinds(layers), [count + 1 for count in sizes.pages], sizes.page_size, options.dtype, device,
+        options.poison,
         kernels.get("compact", reference.compact), options.stored, (sizes.seats + 1, drafts.nodes),
     )  # fmt: skip
     stores.clear_last()
     states, recur = make_states(arch, sizes, drafts, options), recur_of(options.backend)
     attention = trunk_attention(options.backend, arch, stores, states, recur)
     check(layers, attention, options.backend, drafts)
-    passes = None if draft_model is None else draft_passes(model, draft_model, stores, sizes, drafts, options, kernels)
+    passes = (
+        None
+        if draft_model is None
+        else draft_passes(model, draft_model, stores, sizes, drafts, options, kernels)
+    )
     drafter = make_drafter(spec, drafts, passes)
     req_tensors = make_seats(sizes, drafts, arch.vocab, options, drafter.coupled, kernels)
     exact = spec.speculative_exact and not attention.exact
@@ -268,17 +330,28 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
         drafter,
         req_tensors,
         states=states,
-        thresholds=Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc),
+        thresholds=Thresholds(
+            spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc
+        ),
         processed_logprobs=options.sampling.logprobs_mode == "processed_logprobs",
         decide=judge_of(options, kernels),
     )
     sampling = SamplingState(
-        sizes.seats, LogitRules(req_tensors, sizes.seats, arch.vocab, options.eos_ids, options.processors, device), device
+        sizes.seats,
+        LogitRules(req_tensors, sizes.seats, arch.vocab, options.eos_ids, options.processors, device),
+        device,
     )
     grammars = None if options.grammars is None else prepared(options.grammars, options.others)
-    pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.step_tokens, sizes.states or None)
-    tiers, transfers = make_tiers(options.below, page_parts(stores, states, passes, pages), pages, options.fingerprint, options.recorder)
-    drafters, graphs = DraftersByShape(spec, options.scheduler.step_tokens, passes, drafts), options.graphs(step, sampling)
+    pages = PageGroups(
+        page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.step_tokens, sizes.states or None
+    )
+    tiers, transfers = make_tiers(
+        options.below, page_parts(stores, states, passes, pages), pages, options.fingerprint, options.recorder
+    )
+    drafters, graphs = (
+        DraftersByShape(spec, options.scheduler.step_tokens, passes, drafts),
+        options.graphs(step, sampling),
+    )
     runner = Runner(step, sampling, graphs, options.overlap > 0, grammars, transfers, drafters)
     return Computing(runner, grammars, pages, tiers, passes is not None, states is None or sizes.states > 0)
 

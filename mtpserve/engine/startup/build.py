@@ -47,17 +47,30 @@ log = logging.getLogger(__name__)
 
 def make_graphs(config: EngineConfig, step: Step, sampling: SamplingState, running: int) -> StepGraphs | None:
     """None where steps are not captured: on a CPU, and with parts that have to read on the host."""
-    wanted, safe = not config.scheduler.disable_cuda_graph, step.attention.graph_safe and step.drafter.graph_safe
+    wanted, safe = (
+        not config.scheduler.disable_cuda_graph,
+        step.attention.graph_safe and step.drafter.graph_safe,
+    )
     if step.seats.device.type != "cuda" or not wanted or not safe:
         return None
     if config.parallel.spreads:
-        log.info("steps are not captured: what engines that share experts send each other is known only in the step")
+        log.info(
+            "steps are not captured: what engines that share experts send each other is known only "
+            "in the step"
+        )
         return None
     max_batch_size = min(config.scheduler.cuda_graph_max_bs or running, running, ROWS[-1])
     graphs = StepGraphs(step, sampling, CudaGraphCapturer(), max_batch_size)
     trees = config.spec.topk > 1 and config.spec.steps > 0
     spec, budget, shared = config.spec, config.scheduler.step_tokens, not config.cache.disable_radix_cache
-    graphs.capture_all(usual(step.drafter.coupled), trees, spec.speculative_disable_by_batch_size, spec.adaptive, budget, shared)
+    graphs.capture_all(
+        usual(step.drafter.coupled),
+        trees,
+        spec.speculative_disable_by_batch_size,
+        spec.adaptive,
+        budget,
+        shared,
+    )
     return graphs
 
 
@@ -71,12 +84,15 @@ def load_processors(named: str | None) -> list[LogitsProcessor]:
         try:
             processors.append(getattr(import_module(module), kind)())
         except Exception as error:
-            raise ConfigError(f"--logits-processors {name.strip()}: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"--logits-processors {name.strip()}: {type(error).__name__}: {error}"
+            ) from error
     return processors
 
 
 class Grammars:
-    """core.protocols.GrammarCompiler, made when the first request has a grammar: most engines never see one."""
+    """core.protocols.GrammarCompiler, made when the first request has a grammar: most engines never see
+    one."""
 
     def __init__(self, tokenizer: Path, vocab: int, eos_ids: tuple[int, ...]) -> None:
         self.arguments = tokenizer, vocab, eos_ids
@@ -84,7 +100,9 @@ class Grammars:
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         if self.compiler is None:
-            self.compiler = cast(GrammarCompiler, import_module("mtpserve.text.grammar").LLGuidanceCompiler(*self.arguments))
+            self.compiler = cast(
+                GrammarCompiler, import_module("mtpserve.text.grammar").LLGuidanceCompiler(*self.arguments)
+            )
         return self.compiler.compile(spec)
 
 
@@ -96,14 +114,28 @@ def recorded_in(config: EngineConfig) -> str | None:
 
 def observer_of(config: EngineConfig) -> KVEvents | None:
     events = config.cache.kv_events
-    return None if events is None else KVEvents(events.of(config.replica), config.cache.page_size, config.replica)
+    return (
+        None
+        if events is None
+        else KVEvents(events.of(config.replica), config.cache.page_size, config.replica)
+    )
 
 
 def below_of(config: EngineConfig, planned: Plan, file: int | None) -> TierOptions:
-    """Pages of an engine with others behind one front end are its own. `file`: of the host memory that an engine's ranks share."""
+    """Pages of an engine with others behind one front end are its own. `file`: of the host memory that an
+    engine's ranks share."""
     nodes = config.disaggregation
     node_facts = {} if nodes.role is None else facts(config, planned)
-    return TierOptions(config.host_bytes, config.cache, nodes, node_facts, config.replica, config.rank, config.parallel.ranks, file)
+    return TierOptions(
+        config.host_bytes,
+        config.cache,
+        nodes,
+        node_facts,
+        config.replica,
+        config.rank,
+        config.parallel.ranks,
+        file,
+    )
 
 
 def warn(spec: SpecConfig, curve: Curve | None) -> None:
@@ -111,9 +143,16 @@ def warn(spec: SpecConfig, curve: Curve | None) -> None:
     if spec.lossy:
         log.warning("LOSSY: acceptance thresholds below 1; the output is not what the model alone would give")
     if curve is not None:
-        log.warning("SYNTHETIC ACCEPTANCE: drafts are accepted by lot, to the curve %s; the output means nothing", curve.name)
+        log.warning(
+            "SYNTHETIC ACCEPTANCE: drafts are accepted by lot, to the curve %s; the output means nothing",
+            curve.name,
+        )
         if len(curve.lengths) < spec.steps:
-            log.warning("the curve %s ends at %d drafts: its last rate is taken for all later ones", curve.name, len(curve.lengths))
+            log.warning(
+                "the curve %s ends at %d drafts: its last rate is taken for all later ones",
+                curve.name,
+                len(curve.lengths),
+            )
 
 
 def log_rounding(methods: Methods) -> None:
@@ -121,7 +160,12 @@ def log_rounding(methods: Methods) -> None:
     for what, method in (("the trunk's layers", methods.layers), ("the draft model", methods.draft)):
         if isinstance(method, Int8) and method.errors:
             median_error, largest = 100 * median(method.errors), 100 * max(method.errors)
-            log.info("int8, %s: rounding changes the matrices by %.2f %%, at most %.2f %%", what, median_error, largest)
+            log.info(
+                "int8, %s: rounding changes the matrices by %.2f %%, at most %.2f %%",
+                what,
+                median_error,
+                largest,
+            )
 
 
 def load_part(planned: Plan, ranks: Ranks, progress: bool) -> DecoderModel:
@@ -135,7 +179,11 @@ def load_part(planned: Plan, ranks: Ranks, progress: bool) -> DecoderModel:
 def sizes_of(planned: Plan) -> EngineSizes:
     memory, page_size = planned.memory, planned.config.cache.page_size
     return EngineSizes(
-        pages=memory.pages, page_size=page_size, seats=memory.max_running, context=memory.context_length, states=memory.states
+        pages=memory.pages,
+        page_size=page_size,
+        seats=memory.max_running,
+        context=memory.context_length,
+        states=memory.states,
     )
 
 
@@ -155,14 +203,20 @@ def options_of(planned: Plan, processors: Seq[LogitsProcessor], curve: Curve | N
         token_map=planned.described.token_map,
         rates=None if curve is None else curve.rates(draft_sizes(config.spec, budget).depth),
         processors=processors,
-        grammars=None if config.model.numbers_for_text else Grammars(config.model.tokenizer_directory, arch.vocab, arch.eos_ids),
+        grammars=None
+        if config.model.numbers_for_text
+        else Grammars(config.model.tokenizer_directory, arch.vocab, arch.eos_ids),
         overlap=overlap_of(config, device),
         graphs=lambda step, sampling: make_graphs(config, step, sampling, running),
     )
 
 
 def curve_of(spec: SpecConfig) -> Curve | None:
-    return None if spec.speculative_synthetic_acceptance is None else read_curve(spec.speculative_synthetic_acceptance)
+    return (
+        None
+        if spec.speculative_synthetic_acceptance is None
+        else read_curve(spec.speculative_synthetic_acceptance)
+    )
 
 
 def room_of(memory: MemoryPlan) -> Room:
@@ -171,7 +225,11 @@ def room_of(memory: MemoryPlan) -> Room:
 
 def in_room(planned: Plan, room: Room) -> Plan:
     fitting = replace(
-        planned.memory, pages=tuple(room.pages), states=room.states, max_running=room.max_running, context_length=room.context_length
+        planned.memory,
+        pages=tuple(room.pages),
+        states=room.states,
+        max_running=room.max_running,
+        context_length=room.context_length,
     )
     return replace(planned, memory=fitting)
 
@@ -179,8 +237,8 @@ def in_room(planned: Plan, room: Room) -> Plan:
 def build_rank(
     config: EngineConfig, wire: Wire[Order], files: SharedFiles
 ) -> tuple[Runner, PreparedGrammars | None, Callable[[], None]] | None:
-    """In a process of rank 1 and up: what computes its part, and what ends its part of a tick. None: rank 0 has given up. Raises LoadError,
-    ConfigError and EngineDead."""
+    """In a process of rank 1 and up: what computes its part, and what ends its part of a tick. None: rank 0
+    has given up. Raises LoadError, ConfigError and EngineDead."""
     bind(config)
     processors, planned = load_processors(config.sampling.logits_processors), planned_for(config)
     wire.send(room_of(planned.memory))
@@ -192,7 +250,9 @@ def build_rank(
     ranks = joined(config, planned.device, files.sums, room.port)
     model = load_part(planned, ranks, progress=False)
     wire.send(Reached("loaded"))
-    options = replace(options_of(planned, processors, curve_of(config.spec)), below=below_of(config, planned, files.pages))
+    options = replace(
+        options_of(planned, processors, curve_of(config.spec)), below=below_of(config, planned, files.pages)
+    )
     parts, spread = computing(model, sizes_of(planned), options), planned.described.spread
     if spread is None:
         return parts.runner, parts.grammars, lambda: None
@@ -201,7 +261,8 @@ def build_rank(
 
 
 def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
-    """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
+    """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten
+    slot read."""
     others = RankProcesses(config)  # before this one is bound to its part of the cores
     try:
         bind(config)
@@ -235,7 +296,9 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
         fingerprint=None if config.cache.disable_radix_cache else fingerprint(config, planned),
         below=below_of(config, planned, others.files.pages),
         observer=observer,
-        floor=None if config.model.load_format == "dummy" or config.disaggregation.role == "prefill" else planned.described.floor,
+        floor=None
+        if config.model.load_format == "dummy" or config.disaggregation.role == "prefill"
+        else planned.described.floor,
         poison=poison,
         name=config.model.names[0],
         kernels=computed,
@@ -255,7 +318,8 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
         drafting=planned.drafting,
     )
     log.info(
-        "%s, %s on %s, kernels: %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family, planned.dtype, device, computed,
+        "%s, %s on %s, kernels: %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family,
+        planned.dtype, device, computed,
         memory.counted, config.cache.page_size, spec.steps, spec.nodes,
     )  # fmt: skip
     return engine

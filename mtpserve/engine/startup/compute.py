@@ -24,7 +24,12 @@ def device_of(config: EngineConfig) -> torch.device:
     ranks = config.parallel.ranks
     check(ranks <= there, "tensor_parallel_size", ranks, f"at most {there}, one rank for each GPU")
     engines = config.parallel.data_parallel_size
-    check(device_number(config) < there, "data_parallel_size", engines, f"at most {there // ranks}, one engine for each {gpus(ranks)}")
+    check(
+        device_number(config) < there,
+        "data_parallel_size",
+        engines,
+        f"at most {there // ranks}, one engine for each {gpus(ranks)}",
+    )
     return torch.device("cuda")
 
 
@@ -38,11 +43,13 @@ def device_number(config: EngineConfig) -> int:
 
 
 def dtype_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> torch.dtype:
-    """The CPU's kernels read bfloat16 weights on any CPU; plain torch emulates such products where there are no bfloat16 units, and is
-    then faster in float32."""
+    """The CPU's kernels read bfloat16 weights on any CPU; plain torch emulates such products where there are
+    no bfloat16 units, and is then faster in float32."""
     if config.model.dtype != "auto":
         return cast(torch.dtype, getattr(torch, config.model.dtype))
-    if device.type == "cpu" and (arch.dtype == "float16" or not (backend_of(config, device) == "cpu" or has_bfloat16_units())):
+    if device.type == "cpu" and (
+        arch.dtype == "float16" or not (backend_of(config, device) == "cpu" or has_bfloat16_units())
+    ):
         return torch.float32
     return cast(torch.dtype, getattr(torch, arch.dtype))
 
@@ -51,7 +58,10 @@ def backend_of(config: EngineConfig, device: torch.device) -> str:
     """A name in attention/registry. Raises ConfigError for one that cannot run here."""
     name = config.model.attention_backend
     if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ConfigError("--attention-backend triton needs a GPU; on a CPU set TRITON_INTERPRET=1, for tests: it is very slow")
+        raise ConfigError(
+            "--attention-backend triton needs a GPU; on a CPU set TRITON_INTERPRET=1, for tests: it "
+            "is very slow"
+        )
     if name == "cpu" and (why := why_not_cpu(config, device)) is not None:
         raise ConfigError(f"--attention-backend cpu: {why}")
     if name != "auto":
@@ -79,7 +89,8 @@ def why_not_cpu(config: EngineConfig, device: torch.device) -> str | None:
 
 
 def compiles(config: EngineConfig) -> bool:
-    """Whether kernels are compiled for sizes when they first meet them: not in C++, in plain torch, nor interpreted."""
+    """Whether kernels are compiled for sizes when they first meet them: not in C++, in plain torch, nor
+    interpreted."""
     return backend_of(config, device_of(config)) == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
@@ -103,10 +114,15 @@ def described(config: EngineConfig, device: torch.device) -> str:
     kernels = kernels_of(config, device)
     if kernels == "cpu":
         return f"cpu, {library().isa.name}"
-    why = why_not_cpu(config, device) if device.type == "cpu" and kernels == "torch" and config.model.attention_backend == "auto" else None
+    why = (
+        why_not_cpu(config, device)
+        if device.type == "cpu" and kernels == "torch" and config.model.attention_backend == "auto"
+        else None
+    )
     return kernels if why is None else f"{kernels} ({why})"
 
 
 def has_bfloat16_units() -> bool:
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, but there is no public question
+    # private, but there is no public question
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)

@@ -1,11 +1,13 @@
-"""Which drafter an engine has where the options name none. Multi-token prediction is the normal way to decode:
+"""Which drafter an engine has where the options name none. Multi-token prediction is the normal way to
+decode:
 
     --speculative-draft-model-path     what the files there are (heads/kinds.py)
     the checkpoint's own MTP layer     where it has one that can be used
     nothing                            plain decoding
 
-An MTP layer that cannot be used is warned of, and an error where it was asked for: by its name, or by an option that only drafts have. So
-is one for which there is no memory where several processes have to decide alike.
+An MTP layer that cannot be used is warned of, and an error where it was asked for: by its name, or by an
+option that only drafts have. So is one for which there is no memory where several processes have to decide
+alike.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from mtpserve.core.arch.model import page_groups
 from mtpserve.core.errors import ConfigError, LoadError, NoRoom
 from mtpserve.core.request import ModelCard
 from mtpserve.engine.startup.assemble import check_windows
-from mtpserve.engine.startup.planning import Described, NoMTPLayer, Plan, empty_model, lookahead_of, plan, sources
+from mtpserve.engine.startup.planning import (
+    Described,
+    NoMTPLayer,
+    Plan,
+    empty_model,
+    lookahead_of,
+    plan,
+    sources,
+)
 from mtpserve.engine.startup.storage import Storage
 from mtpserve.heads.kinds import HEADS, algorithm_of
 from mtpserve.runtime.memory import require_memory
@@ -35,8 +45,8 @@ WHOLE = "a model of its own"
 
 
 def planned(config: EngineConfig, must_fit: bool = True) -> Plan:
-    """The plan, whose config names the drafter. `must_fit`: into this machine's memory, or there is no MTP layer either. Raises LoadError
-    and ConfigError."""
+    """The plan, whose config names the drafter. `must_fit`: into this machine's memory, or there is no MTP
+    layer either. Raises LoadError and ConfigError."""
     spec = config.spec
     if spec.named:
         return told(plan(config), "as --speculative-algorithm says")
@@ -50,7 +60,8 @@ def planned(config: EngineConfig, must_fit: bool = True) -> Plan:
         if spec.asked:
             name = spec.asked[0]
             raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(spec, name)} needs something that drafts, and {error.reason}; "
+                f"--{name.replace('_', '-')} {getattr(spec, name)} needs something that drafts, and "
+                f"{error.reason}; "
                 "--speculative-algorithm NGRAM needs no model"
             ) from error
         return told(plan(drafting_with(config, NONE)), error.reason)
@@ -60,14 +71,18 @@ def planned(config: EngineConfig, must_fit: bool = True) -> Plan:
         if isinstance(error, NoRoom) and together(config):
             raise NoRoom(f"{error}; --speculative-algorithm none leaves the MTP layer out") from error
         return without(config, error, must_fit)
-    return told(engine_plan, "the checkpoint's own MTP layer, with which it drafts unless --speculative-algorithm says otherwise")
+    return told(
+        engine_plan,
+        "the checkpoint's own MTP layer, with which it drafts unless --speculative-algorithm says otherwise",
+    )
 
 
 def with_draft_model(config: EngineConfig, directory: str) -> Plan:
     algorithm = algorithm_of(Path(directory))
     if algorithm is None:
         raise ConfigError(
-            f"--speculative-draft-model-path {directory}: neither config nor tensors tell what kind of draft model this is: "
+            f"--speculative-draft-model-path {directory}: neither config nor tensors tell what kind "
+            f"of draft model this is: "
             "name it with --speculative-algorithm"
         )
     return told(plan(drafting_with(config, algorithm)), f"{directory} is {HEADS.get(algorithm, WHOLE)}")
@@ -95,7 +110,11 @@ def drafting_with(config: EngineConfig, algorithm: str) -> EngineConfig:
 def as_chosen(spec: SpecConfig, card: ModelCard) -> SpecConfig:
     """What the options mean for an engine that runs."""
     result = spec if spec.named else spec.drafting_with(card.algorithm or NONE)
-    return result if result.depth_told or not card.speculative_steps else replace(result, speculative_num_steps=card.speculative_steps)
+    return (
+        result
+        if result.depth_told or not card.speculative_steps
+        else replace(result, speculative_num_steps=card.speculative_steps)
+    )
 
 
 def together(config: EngineConfig) -> bool:
@@ -104,12 +123,17 @@ def together(config: EngineConfig) -> bool:
 
 
 def require_usable(engine_plan: Plan, must_fit: bool) -> None:
-    """Of what is looked at later where the drafter is named, in loading and in assembling. Raises LoadError and ConfigError."""
+    """Of what is looked at later where the drafter is named, in loading and in assembling. Raises LoadError
+    and ConfigError."""
     config, arch = engine_plan.config, engine_plan.described.arch
     budget, reserve = config.scheduler.step_tokens, lookahead_of(config, engine_plan.device)
     sizes = draft_sizes(config.spec, budget)
     pages = PageGroups(
-        page_groups(arch.layers), engine_plan.memory.pages, config.cache.page_size, budget, engine_plan.memory.states or None
+        page_groups(arch.layers),
+        engine_plan.memory.pages,
+        config.cache.page_size,
+        budget,
+        engine_plan.memory.states or None,
     )
     sizes.require(budget, pages.capacity(reserve), reserve)
     check_windows(arch.layers, sizes)
@@ -119,11 +143,19 @@ def require_usable(engine_plan: Plan, must_fit: bool) -> None:
 
 
 def require_weights(described: Described) -> None:
-    """All of the MTP layer's tensors are in the checkpoint, in shapes and formats that it can have. The trunk's are looked at when they are
-    loaded. Raises LoadError."""
+    """All of the MTP layer's tensors are in the checkpoint, in shapes and formats that it can have. The
+    trunk's are looked at when they are loaded. Raises LoadError."""
     if described.dummy or described.layout is None:
         return
     layer = nn.Module()
-    layer.add_module("mtp_head", empty_model(described, torch.bfloat16, 1, Storage(False, torch.bfloat16)).mtp_head)
-    mtp_tensors = {name: entry for name, entry in described.checkpoint.tensors.items() if name.startswith(described.layout.prefixes)}
-    placements(layer, [WeightSource(replace(described.checkpoint, tensors=mtp_tensors), sources(described)[0].rules)])
+    layer.add_module(
+        "mtp_head", empty_model(described, torch.bfloat16, 1, Storage(False, torch.bfloat16)).mtp_head
+    )
+    mtp_tensors = {
+        name: entry
+        for name, entry in described.checkpoint.tensors.items()
+        if name.startswith(described.layout.prefixes)
+    }
+    placements(
+        layer, [WeightSource(replace(described.checkpoint, tensors=mtp_tensors), sources(described)[0].rules)]
+    )

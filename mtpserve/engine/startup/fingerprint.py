@@ -1,4 +1,5 @@
-"""What keys and values depend on besides tokens, as 16 bytes: pages of engines with equal fingerprints may be exchanged by their keys."""
+"""What keys and values depend on besides tokens, as 16 bytes: pages of engines with equal fingerprints may be
+exchanged by their keys."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ def fingerprint(config: EngineConfig, planned: Plan) -> bytes:
     hasher = blake2b(VERSION, digest_size=16)
     model, spec = planned.described, config.spec
     facts = (
-        *(model.arch, model.dummy, planned.dtype, planned.storage, config.model.quantization, described(config, planned.device)),
+        *(
+            model.arch,
+            model.dummy,
+            planned.dtype,
+            planned.storage,
+            config.model.quantization,
+            described(config, planned.device),
+        ),
         *(planned.config.cache.page_size, spec.parts, spec.exact, config.parallel.ranks),
     )
     hasher.update(repr(facts).encode())
@@ -46,8 +54,8 @@ def facts(config: EngineConfig, planned: Plan) -> dict[str, str]:
 
 
 def _samples(checkpoint: Checkpoint) -> Iterable[bytes]:
-    """Each tensor's name and form, and some bytes from its middle: two trainings of one model differ in nearly all of them. Files that were
-    copied are the same."""
+    """Each tensor's name and form, and some bytes from its middle: two trainings of one model differ in
+    nearly all of them. Files that were copied are the same."""
     files: dict[Path, int] = {}
     try:
         for name, entry in sorted(checkpoint.tensors.items()):

@@ -1,4 +1,5 @@
-"""What will be loaded, and how memory will be divided: everything about an engine that is known before a weight is read."""
+"""What will be loaded, and how memory will be divided: everything about an engine that is known before a
+weight is read."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ class NoMTPLayer(UnsupportedModel):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A checkpoint as far as headers and config tell. `arch.mtp` is None where no MTP layer is to be loaded, and `arch.draft` where no
-    other draft model is."""
+    """A checkpoint as far as headers and config tell. `arch.mtp` is None where no MTP layer is to be loaded,
+    and `arch.draft` where no other draft model is."""
 
     config: HFConfig
     family: Family
@@ -94,20 +95,29 @@ class Described:
 
 
 def describe(config: EngineConfig, want_mtp: bool) -> Described:
-    """Reads config.json and the headers; no weights. A draft model that is no MTP layer is described where the options name one. Raises
-    LoadError, ConfigError, or UnsupportedModel."""
+    """Reads config.json and the headers; no weights. A draft model that is no MTP layer is described where
+    the options name one. Raises LoadError, ConfigError, or UnsupportedModel."""
     directory, dummy = config.model.directory, config.model.load_format == "dummy"
     if config.spec.drafter is not None and config.spec.checkpoint is not None:
         require_kind(config.spec.drafter, Path(config.spec.checkpoint))
     hf_config = read_config(directory)
-    family, checkpoint = family_of(hf_config), Checkpoint(directory, {}) if dummy else Checkpoint.open(directory)
+    family, checkpoint = (
+        family_of(hf_config),
+        Checkpoint(directory, {}) if dummy else Checkpoint.open(directory),
+    )
     layers = hf_config.get_int("num_hidden_layers", at_least=1)
-    layout = dummy_layers(hf_config, family.modules or family.uncounted) if dummy else mtp_layers(checkpoint.tensors, layers)
+    layout = (
+        dummy_layers(hf_config, family.modules or family.uncounted)
+        if dummy
+        else mtp_layers(checkpoint.tensors, layers)
+    )
     if want_mtp and family.mtp_rules is None:
         raise NoMTPLayer(f"{directory}: a {hf_config.raw('architectures')[0]} has no MTP layer")
     nextn, prefix = None, None
     if dummy and want_mtp and config.spec.speculative_draft_model_path is not None:
-        raise ConfigError("--speculative-draft-model-path has no use with --load-format dummy: the layer is random too")
+        raise ConfigError(
+            "--speculative-draft-model-path has no use with --load-format dummy: the layer is random too"
+        )
     if want_mtp and config.spec.speculative_draft_model_path is not None:
         nextn = Checkpoint.open(config.spec.speculative_draft_model_path)
         prefix = nextn_prefix(nextn.tensors, layers)
@@ -119,9 +129,26 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     if head is not None:
         arch = replace(arch, layers=arch.layers + head.arch.layers, draft=head.arch)
     if hot is not None and arch.own_draft_head:
-        raise ConfigError("--speculative-token-map needs a draft model that shares the model's head, and this one has its own")
-    token_map = read_token_map(hot, arch.vocab) if arch.drafts and config.spec.steps and hot is not None else None
-    return Described(hf_config, family, arch, checkpoint, layout, nextn, prefix, head, token_map, dummy, spread_of(config, arch))
+        raise ConfigError(
+            "--speculative-token-map needs a draft model that shares the model's head, and this one "
+            "has its own"
+        )
+    token_map = (
+        read_token_map(hot, arch.vocab) if arch.drafts and config.spec.steps and hot is not None else None
+    )
+    return Described(
+        hf_config,
+        family,
+        arch,
+        checkpoint,
+        layout,
+        nextn,
+        prefix,
+        head,
+        token_map,
+        dummy,
+        spread_of(config, arch),
+    )
 
 
 def head_of(config: EngineConfig, trunk: ModelArch) -> Head | None:
@@ -137,11 +164,14 @@ def head_of(config: EngineConfig, trunk: ModelArch) -> Head | None:
 
 
 def mtp_count(config: EngineConfig, family: Family, layout: MTPLayout | None) -> int:
-    """MTP layers that are to be loaded: where each depth has one, those of the depths that are drafted. `layout` None: they are apart."""
+    """MTP layers that are to be loaded: where each depth has one, those of the depths that are drafted.
+    `layout` None: they are apart."""
     there, steps = 1 if layout is None else layout.count, config.spec.steps
     if not family.modules:
         if layout is not None and there > 1:
-            raise UnsupportedModel(f"{config.model.directory}: {there} MTP layers ({', '.join(layout.prefixes)}); supported: 1")
+            raise UnsupportedModel(
+                f"{config.model.directory}: {there} MTP layers ({', '.join(layout.prefixes)}); supported: 1"
+            )
         return 1
     if steps > there and config.spec.depth_told:
         have = f"{config.model.directory} has {there} MTP layers, one for each depth"
@@ -151,23 +181,34 @@ def mtp_count(config: EngineConfig, family: Family, layout: MTPLayout | None) ->
 
 def deep_as_layers(config: EngineConfig, arch: ModelArch) -> EngineConfig:
     """No deeper than the model has MTP layers, where each depth has one and nobody asked for a depth."""
-    if arch.mtp is None or not arch.mtp.each_depth or config.spec.depth_told or config.spec.steps <= arch.mtp.layers:
+    if (
+        arch.mtp is None
+        or not arch.mtp.each_depth
+        or config.spec.depth_told
+        or config.spec.steps <= arch.mtp.layers
+    ):
         return config
     return replace(config, spec=replace(config.spec, speculative_num_steps=arch.mtp.layers))
 
 
 def drafts_itself(spec: SpecConfig) -> bool:
     """The checkpoint's own MTP layer is needed, or one that was published apart in the same layout."""
-    return spec.drafter is not None and DRAFTERS.get(spec.drafter).in_checkpoint(spec.speculative_draft_model_path)
+    return spec.drafter is not None and DRAFTERS.get(spec.drafter).in_checkpoint(
+        spec.speculative_draft_model_path
+    )
 
 
 def paged(config: EngineConfig, arch: ModelArch) -> EngineConfig:
-    """With pages of a size that the model's layers can have. Raises ConfigError for one that was asked for and is another."""
+    """With pages of a size that the model's layers can have. Raises ConfigError for one that was asked for
+    and is another."""
     size, every = config.cache.page_size, tokens_of_entries(arch.layers)
     if size % every == 0:
         return config
     if size != USUAL_PAGE:
-        raise ConfigError(f"--page-size must be a multiple of {every} for a model whose layers keep entries of as many tokens, got {size}")
+        raise ConfigError(
+            f"--page-size must be a multiple of {every} for a model whose layers keep entries of as "
+            f"many tokens, got {size}"
+        )
     log.info("pages of %d tokens: the model's layers keep entries of as many", lcm(size, every))
     return replace(config, cache=replace(config.cache, page_size=lcm(size, every)))
 
@@ -185,8 +226,8 @@ class Plan:
 
 
 def plan(config: EngineConfig) -> Plan:
-    """With the drafter that the options name; where they name none, drafter.py chooses. The same for each of several ranks. Raises
-    LoadError and ConfigError."""
+    """With the drafter that the options name; where they name none, drafter.py chooses. The same for each of
+    several ranks. Raises LoadError and ConfigError."""
     described = describe(config, want_mtp=drafts_itself(config.spec))
     device = device_of(config)
     config = replace(config, scheduler=config.scheduler.on(device.type))
@@ -194,7 +235,9 @@ def plan(config: EngineConfig) -> Plan:
     dtype = dtype_of(config, described.arch, device)
     length = config.model.context_length
     if length is not None and length > described.arch.max_positions:
-        raise ConfigError(f"--context-length must be at most {described.arch.max_positions}, the model's own, got {length}")
+        raise ConfigError(
+            f"--context-length must be at most {described.arch.max_positions}, the model's own, got {length}"
+        )
     kernels = kernels_of(config, device)
     storage = storage_of(config, described.checkpoints, dtype, device, kernels == "triton")
     int8, draft_int8 = int8_of(config, described.arch, dtype, kernels)
@@ -203,12 +246,15 @@ def plan(config: EngineConfig) -> Plan:
     sizes = fixed(described, dtype, positions(config, described.arch, device), storage, ranks)
     state, tables = state_of(config, described.arch, device)
     arch = one_rank(described.arch, ranks)
-    memory = plan_memory(config, arch, storage.cache, device, sizes, lookahead_of(config, device), state, tables)
+    memory = plan_memory(
+        config, arch, storage.cache, device, sizes, lookahead_of(config, device), state, tables
+    )
     return Plan(config, described, dtype, device, storage, memory)
 
 
 def overlap_of(config: EngineConfig, device: torch.device) -> int:
-    """Steps in flight while another is planned. On a CPU the host computes, so there is nothing to overlap with."""
+    """Steps in flight while another is planned. On a CPU the host computes, so there is nothing to overlap
+    with."""
     return int(device.type == "cuda" and not config.scheduler.disable_overlap_schedule)
 
 
@@ -218,7 +264,9 @@ def context_of(config: EngineConfig, arch: ModelArch) -> int:
 
 def lookahead_of(config: EngineConfig, device: torch.device) -> int:
     """Tokens of a request for which pages are held after those that the host knows."""
-    return draft_sizes(config.spec, config.scheduler.step_tokens).num_lookahead_tokens(overlap_of(config, device))
+    return draft_sizes(config.spec, config.scheduler.step_tokens).num_lookahead_tokens(
+        overlap_of(config, device)
+    )
 
 
 def positions(config: EngineConfig, arch: ModelArch, device: torch.device) -> int:
@@ -252,9 +300,11 @@ def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tup
     return state, lambda running: parts(running)[1].table_bytes
 
 
-def fixed(described: Described, dtype: torch.dtype, positions: int, storage: Storage, ranks: int = 1) -> Fixed:
-    """Of one rank's part of the model as it will lie in memory, without making it. Embedding and head, which the MTP layer shares, are
-    there once."""
+def fixed(
+    described: Described, dtype: torch.dtype, positions: int, storage: Storage, ranks: int = 1
+) -> Fixed:
+    """Of one rank's part of the model as it will lie in memory, without making it. Embedding and head, which
+    the MTP layer shares, are there once."""
     model = empty_model(described, dtype, positions, storage, PlannedRank(0, ranks), described.spread)
     sizes = {name: tensor.nbytes for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for name, part in model.named_modules():
@@ -271,30 +321,57 @@ def fixed(described: Described, dtype: torch.dtype, positions: int, storage: Sto
 
 
 def empty_model(
-    described: Described, dtype: torch.dtype, positions: int, storage: Storage, ranks: Ranks = ALONE, spread: SpreadExperts | None = None
+    described: Described,
+    dtype: torch.dtype,
+    positions: int,
+    storage: Storage,
+    ranks: Ranks = ALONE,
+    spread: SpreadExperts | None = None,
 ) -> DecoderModel:
     """On no device: names, shapes and dtypes."""
     kernels = KERNELS.get("torch")()
     with torch.device("meta"):
-        model = build_model(described, dtype, positions, replace(kernels, ranks=ranks, spread=spread), storage)
-        whole = model if ranks.size == 1 and spread is None else build_model(described, dtype, positions, kernels, storage)
+        model = build_model(
+            described, dtype, positions, replace(kernels, ranks=ranks, spread=spread), storage
+        )
+        whole = (
+            model
+            if ranks.size == 1 and spread is None
+            else build_model(described, dtype, positions, kernels, storage)
+        )
     if storage.kinds:
-        wide = hold_blocks(model, placements(whole, sources(described)), storage.kinds, shards_of(whole, model, ranks))
+        wide = hold_blocks(
+            model, placements(whole, sources(described)), storage.kinds, shards_of(whole, model, ranks)
+        )
         if wide:
             why = "they take more memory: a rank's part of them would not be whole blocks or groups"
-            log.warning("--tensor-parallel-size %d: %d matrices become %s (%s, …), and %s", ranks.size, len(wide), dtype, wide[0], why)
+            log.warning(
+                "--tensor-parallel-size %d: %d matrices become %s (%s, …), and %s",
+                ranks.size,
+                len(wide),
+                dtype,
+                wide[0],
+                why,
+            )
     return model
 
 
-def build_model(described: Described, dtype: torch.dtype, positions: int, kernels: Kernels, storage: Storage) -> DecoderModel:
-    """The part of the rank that `kernels.ranks` names, with the experts that `kernels.spread` does. Its weights are uninitialised."""
+def build_model(
+    described: Described, dtype: torch.dtype, positions: int, kernels: Kernels, storage: Storage
+) -> DecoderModel:
+    """The part of the rank that `kernels.ranks` names, with the experts that `kernels.spread` does. Its
+    weights are uninitialised."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         methods = storage.methods(kernels)
-        model = described.family.build(one_rank(described.arch, kernels.ranks.size), methods, dtype, positions, kernels)
+        model = described.family.build(
+            one_rank(described.arch, kernels.ranks.size), methods, dtype, positions, kernels
+        )
         if described.head is not None:
-            model.draft = described.head.make(model, methods, dtype, positions, replace(kernels, ranks=ALONE, spread=None))
+            model.draft = described.head.make(
+                model, methods, dtype, positions, replace(kernels, ranks=ALONE, spread=None)
+            )
         return model
     finally:
         torch.set_default_dtype(before)
@@ -307,11 +384,15 @@ def sources(described: Described) -> list[WeightSource]:
     mtp_prefixes = described.layout.prefixes if described.layout else ()
     if arch.mtp is not None and described.nextn is None:
         assert family.mtp_rules is not None
-        rules += [rule for prefix in mtp_prefixes[: arch.mtp.layers] for rule in family.mtp_rules(arch, prefix)]
+        rules += [
+            rule for prefix in mtp_prefixes[: arch.mtp.layers] for rule in family.mtp_rules(arch, prefix)
+        ]
         mtp_prefixes = mtp_prefixes[arch.mtp.layers :]
     rules += [dropped(prefix, "an MTP layer that is not used") for prefix in mtp_prefixes]
     if described.nextn is not None and described.nextn_prefix is not None:
-        also = [WeightSource(described.nextn, nextn_rules(described, described.nextn, described.nextn_prefix))]
+        also = [
+            WeightSource(described.nextn, nextn_rules(described, described.nextn, described.nextn_prefix))
+        ]
     if described.head is not None:
         also = [WeightSource(described.head.checkpoint, described.head.inside(DRAFT))]
     return [WeightSource(described.checkpoint, rules), *also]
@@ -322,7 +403,9 @@ def nextn_rules(described: Described, nextn: Checkpoint, prefix: str) -> list[Ru
     assert described.family.mtp_rules is not None
     names = (group.name for group in groups(nextn.tensors))
     others = {name.split(".weight")[0] for name in names if not name.startswith(prefix)}
-    return described.family.mtp_rules(described.arch, prefix) + [dropped(name, "the trunk's") for name in sorted(others)]
+    return described.family.mtp_rules(described.arch, prefix) + [
+        dropped(name, "the trunk's") for name in sorted(others)
+    ]
 
 
 def load_model(
@@ -338,9 +421,15 @@ def load_model(
     kernels = replace(kernels, spread=described.spread)
     model = build_model(described, dtype, positions, kernels, storage)
     plain = replace(storage, keep_blocks=False, keep_int4=False)
-    whole = model if kernels.ranks.size == 1 and kernels.spread is None else empty_model(described, dtype, positions, plain)
+    whole = (
+        model
+        if kernels.ranks.size == 1 and kernels.spread is None
+        else empty_model(described, dtype, positions, plain)
+    )
     if described.dummy:
-        log.warning("DUMMY WEIGHTS: --load-format dummy fills the model with random numbers; its output means nothing")
+        log.warning(
+            "DUMMY WEIGHTS: --load-format dummy fills the model with random numbers; its output means nothing"
+        )
         fill(model, device, whole, kernels.ranks)
     else:
         source, *also = sources(described)

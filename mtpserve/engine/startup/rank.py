@@ -1,4 +1,5 @@
-"""A process that computes its part of a model as rank 0 says (ranks.py starts it): no scheduler, no requests but those in the plans.
+"""A process that computes its part of a model as rank 0 says (ranks.py starts it): no scheduler, no requests
+but those in the plans.
 
     python -m mtpserve.engine.startup.rank --orders FD --answers FD [--sums FD] [--pages FD]
 
@@ -48,9 +49,18 @@ class Follower:
     """Does what rank 0's runner is asked to do."""
 
     def __init__(
-        self, runner: ModelRunner, grammars: PreparedGrammars | None, finish_tick: Callable[[], None], profiling: Profiling
+        self,
+        runner: ModelRunner,
+        grammars: PreparedGrammars | None,
+        finish_tick: Callable[[], None],
+        profiling: Profiling,
     ) -> None:
-        self.runner, self.grammars, self.finish_tick, self.profiling = runner, grammars, finish_tick, profiling
+        self.runner, self.grammars, self.finish_tick, self.profiling = (
+            runner,
+            grammars,
+            finish_tick,
+            profiling,
+        )
         self.launched: deque[Launched] = deque()
         self.compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self.compiling: list[tuple[GrammarSpec, Future[None]]] = []
@@ -91,9 +101,12 @@ def compute(wire: Wire[Order], files: SharedFiles) -> None:
     if start is None:
         return
     assert isinstance(start, StartRank)
-    # What rank 0 says of the model all ranks would say; what ends this one is reported, and rank 0 tells the user.
+    # What rank 0 says of the model all ranks would say; what ends this one is reported, and rank 0 tells the
+    # user.
     level = logging.DEBUG if start.log_level <= logging.DEBUG else logging.CRITICAL
-    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s rank {start.config.rank}: %(message)s")
+    logging.basicConfig(
+        level=level, format=f"%(asctime)s %(levelname)s rank {start.config.rank}: %(message)s"
+    )
     from mtpserve.engine.startup.build import build_rank
 
     parts = build_rank(start.config, wire, files)

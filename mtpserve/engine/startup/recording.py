@@ -1,8 +1,10 @@
-"""`--record-steps`: each plan as it is launched and each result as it is read, in a file that `mtpserve replay` runs again.
+"""`--record-steps`: each plan as it is launched and each result as it is read, in a file that `mtpserve
+replay` runs again.
 
     magic | Preamble | Header | StepPlanned 1 | StepPlanned 2 | StepRead 1 | StepPlanned 3 | StepRaised 2 | …        as things happened
 
-Each part is msgpack after its length (4 bytes, big-endian), and flushed: what was written is there after a crash.
+Each part is msgpack after its length (4 bytes, big-endian), and flushed: what was written is there after a
+crash.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Preamble(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The engine that was recorded: its configuration, and what was resolved from it, the model and the machine."""
+    """The engine that was recorded: its configuration, and what was resolved from it, the model and the
+    machine."""
 
     config: EngineConfig
     model: str  # the architecture in a line
@@ -76,8 +79,10 @@ Event = StepPlanned | StepRead | StepRaised
 def header_of(config: EngineConfig, planned: Plan) -> Header:
     arch, memory, seed = planned.described.arch, planned.memory, config.scheduler.random_seed
     return Header(
-        config, arch.summary, planned.device.type, str(planned.dtype).removeprefix("torch."), overlap_of(config, planned.device),
-        memory.pages[0], planned.config.cache.page_size, memory.max_running, memory.context_length, arch.eos_ids,
+        config, arch.summary, planned.device.type, str(planned.dtype).removeprefix("torch."),
+        overlap_of(config, planned.device),
+        memory.pages[0], planned.config.cache.page_size, memory.max_running, memory.context_length,
+        arch.eos_ids,
         "the system" if seed is None else f"--random-seed {seed}",
     )  # fmt: skip
 
@@ -95,7 +100,9 @@ class StepRecorder:
         self.file.flush()
 
     def reshape(self, shape: object) -> None:
-        raise ConfigError("--record-steps must be left out where the shape of steps changes: that is not recorded")
+        raise ConfigError(
+            "--record-steps must be left out where the shape of steps changes: that is not recorded"
+        )
 
     def check(self) -> None:
         self.runner.check()

@@ -1,4 +1,5 @@
-"""The engine process's way to `build.py`: what can be known sooner is looked at before, and what only shows in a step, after.
+"""The engine process's way to `build.py`: what can be known sooner is looked at before, and what only shows
+in a step, after.
 
 Importing torch takes seconds: a checkpoint that its headers give away is refused before that.
 """

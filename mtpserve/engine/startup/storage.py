@@ -1,4 +1,5 @@
-"""The formats of weights, keys and values in memory: from the options, from what the checkpoint has, and from what the device reads."""
+"""The formats of weights, keys and values in memory: from the options, from what the checkpoint has, and from
+what the device reads."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from mtpserve.quant.registry import METHODS
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.formats import kinds_of
 
-# From this size on a draft head is read from memory again in each pass, so that half the bytes save time: reasoned, not measured yet.
+# From this size on a draft head is read from memory again in each pass, so that half the bytes save time:
+# reasoned, not measured yet.
 DRAFT_INT8_BYTES = 4 << 20
 
 
@@ -44,21 +46,38 @@ class Storage:
 
         default = "stored" if self.kinds else "none"
         layers = method("int8" if self.int8 else default)
-        return Methods(layers, method(default), method("int8") if self.draft_int8 else layers, method("int8") if self.draft_int8 else None)
+        return Methods(
+            layers,
+            method(default),
+            method("int8") if self.draft_int8 else layers,
+            method("int8") if self.draft_int8 else None,
+        )
 
 
-def storage_of(config: EngineConfig, checkpoints: Iterable[Checkpoint], dtype: torch.dtype, device: torch.device, kernels: bool) -> Storage:
-    """`kernels`: the layers compute with Triton's. Without, what is kept is widened by torch for each use: less memory, more time."""
+def storage_of(
+    config: EngineConfig,
+    checkpoints: Iterable[Checkpoint],
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: bool,
+) -> Storage:
+    """`kernels`: the layers compute with Triton's. Without, what is kept is widened by torch for each use:
+    less memory, more time."""
     unreadable = kernels and not reads_float8(device)
     why = "the kernels read float8 (e4m3) from compute capability 8.9 on, and this GPU is older"
     weights, cache = config.model.quantization, config.cache.kv_cache_dtype
     stored = {kind for checkpoint in checkpoints for kind in kinds_of(checkpoint.tensors)}
     if weights == "fp8" and "fp8" not in stored:
         advice = "python -m mtpserve.weights.quantise writes a checkpoint that has"
-        raise ConfigError(f"--quantization fp8: {config.model.directory} has no matrix in float8 with scales; {advice}")
+        raise ConfigError(
+            f"--quantization fp8: {config.model.directory} has no matrix in float8 with scales; {advice}"
+        )
     if weights == "int4" and "int4" not in stored:
         formats = "AWQ, GPTQ, compressed-tensors' packed integers, MXFP4"
-        raise ConfigError(f"--quantization int4: {config.model.directory} has no matrix with numbers of four bits; known: {formats}")
+        raise ConfigError(
+            f"--quantization int4: {config.model.directory} has no matrix with numbers of four "
+            f"bits; known: {formats}"
+        )
     if weights == "fp8" and unreadable:
         raise ConfigError(f"--quantization fp8: {why}; with none the weights are expanded")
     if cache in ("fp8", "fp8_e4m3") and unreadable:
@@ -72,11 +91,18 @@ def storage_of(config: EngineConfig, checkpoints: Iterable[Checkpoint], dtype: t
 
 
 def int8_of(config: EngineConfig, arch: ModelArch, dtype: torch.dtype, kernels: str) -> tuple[bool, bool]:
-    """Whether the trunk's layers are int8, and the draft model. Raises ConfigError where no kernel multiplies int8."""
+    """Whether the trunk's layers are int8, and the draft model. Raises ConfigError where no kernel multiplies
+    int8."""
     trunk, draft = config.model.quantization == "int8", config.spec.speculative_draft_model_quantization
-    for option, is_int8 in (("quantization", trunk), ("speculative-draft-model-quantization", draft == "int8")):
+    for option, is_int8 in (
+        ("quantization", trunk),
+        ("speculative-draft-model-quantization", draft == "int8"),
+    ):
         if is_int8 and kernels != "cpu":
-            raise ConfigError(f"--{option} int8: only the kernels of a CPU multiply int8, and what computes here is {kernels}")
+            raise ConfigError(
+                f"--{option} int8: only the kernels of a CPU multiply int8, and what computes here "
+                f"is {kernels}"
+            )
     if kernels != "cpu" or draft == "none" or not arch.drafts:
         return trunk, False
     return trunk, draft == "int8" or trunk or arch.vocab * arch.hidden * dtype.itemsize >= DRAFT_INT8_BYTES
@@ -84,4 +110,8 @@ def int8_of(config: EngineConfig, arch: ModelArch, dtype: torch.dtype, kernels: 
 
 def reads_float8(device: torch.device) -> bool:
     """What Triton needs; plain torch converts float8 anywhere."""
-    return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
+    return (
+        device.type != "cuda"
+        or torch.version.hip is not None
+        or torch.cuda.get_device_capability(device) >= (8, 9)
+    )

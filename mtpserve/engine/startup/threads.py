@@ -15,14 +15,17 @@ log = logging.getLogger(__name__)
 
 
 def bind(config: EngineConfig) -> None:
-    """Before anything is allocated: memory is taken from the NUMA node of the core that touches it first. Of several engines, and of the
-    ranks of each, every one has a GPU of its own, or a part of the cores. Raises ConfigError."""
+    """Before anything is allocated: memory is taken from the NUMA node of the core that touches it first. Of
+    several engines, and of the ranks of each, every one has a GPU of its own, or a part of the cores. Raises
+    ConfigError."""
     cpu, here = config.cpu, allowed()
     if cpu.cores is not None:
         if here is None:
             raise ConfigError("--cpu-affinity: this system does not bind processes to cores")
         if missing := cpu.cores - here:
-            raise ConfigError(f"--cpu-affinity {cpu.cpu_affinity}: this process may not run on core {min(missing)}")
+            raise ConfigError(
+                f"--cpu-affinity {cpu.cpu_affinity}: this process may not run on core {min(missing)}"
+            )
     on_gpu = device_of(config).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device_number(config))
@@ -33,14 +36,21 @@ def bind(config: EngineConfig) -> None:
     ranks = config.parallel.ranks
     if ranks > 1 and not on_gpu and here is not None:
         # All of them alike: what all compute has the same bits then, whatever its kernels do with threads.
-        threads = cpu.cpu_threads or max(1, len(cpu.cores or here) // (ranks * config.parallel.data_parallel_size))
+        threads = cpu.cpu_threads or max(
+            1, len(cpu.cores or here) // (ranks * config.parallel.data_parallel_size)
+        )
     if threads is not None:
         torch.set_num_threads(threads)
-    log.info("%d threads on cores %s", torch.get_num_threads(), "of the system's choice" if cores is None else sorted(cores))
+    log.info(
+        "%d threads on cores %s",
+        torch.get_num_threads(),
+        "of the system's choice" if cores is None else sorted(cores),
+    )
 
 
 def part(cores: frozenset[int] | None, is_explicit: bool, config: EngineConfig) -> frozenset[int] | None:
-    """This process's. None: those that the system chooses. Processes that are more than the cores share all of them."""
+    """This process's. None: those that the system chooses. Processes that are more than the cores share all
+    of them."""
     ranks = config.parallel.ranks
     count, mine = config.parallel.data_parallel_size * ranks, config.replica * ranks + config.rank
     if cores is None or count == 1 or count > len(cores):

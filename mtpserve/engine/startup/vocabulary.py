@@ -14,16 +14,21 @@ log = logging.getLogger(__name__)
 
 
 def require_same_tokens(model: ModelConfig, draft: Path, vocab: int, drafted: int) -> None:
-    """`vocab`, `drafted`: the sizes of their embeddings, which may differ by padding. Raises ConfigError naming the first token that
-    differs."""
+    """`vocab`, `drafted`: the sizes of their embeddings, which may differ by padding. Raises ConfigError
+    naming the first token that differs."""
     readable = draft.suffix == SUFFIX or (draft / "tokenizer.json").is_file()
     if model.numbers_for_text or not readable:
         if drafted != vocab:
             why = "no text is read" if model.numbers_for_text else f"{draft} has no tokenizer.json"
             sizes = f"vocab_size is {drafted}, and the model's is {vocab}"
-            raise ConfigError(f"--speculative-draft-model-path: {draft}: {sizes}; whether that is padding cannot be seen, since {why}")
+            raise ConfigError(
+                f"--speculative-draft-model-path: {draft}: {sizes}; whether that is padding cannot "
+                f"be seen, since {why}"
+            )
         if not readable:
-            log.warning("%s has no tokenizer.json: that its tokens are the model's is taken for granted", draft)
+            log.warning(
+                "%s has no tokenizer.json: that its tokens are the model's is taken for granted", draft
+            )
         return
     # Not at the top: it takes a second to import.
     from mtpserve.text.tokenizer import Tokenizer, tokenizer_of
@@ -37,6 +42,13 @@ def require_same_tokens(model: ModelConfig, draft: Path, vocab: int, drafted: in
         digests.append(digest.digest())
     if digests[0] == digests[1]:
         return
-    first = next((token for token in range(vocab_size) if ours.token_bytes(token) != theirs.token_bytes(token)), 0)
-    differs = f"token {first} is {ours.token_text(first)!r} to the model and {theirs.token_text(first)!r} to {draft}"
-    raise ConfigError(f"--speculative-draft-model-path: the draft model needs the model's tokenizer: {differs}")
+    first = next(
+        (token for token in range(vocab_size) if ours.token_bytes(token) != theirs.token_bytes(token)), 0
+    )
+    differs = (
+        f"token {first} is {ours.token_text(first)!r} to the model and {theirs.token_text(first)!r} to "
+        f"{draft}"
+    )
+    raise ConfigError(
+        f"--speculative-draft-model-path: the draft model needs the model's tokenizer: {differs}"
+    )

@@ -1,6 +1,7 @@
 """The kernels of layers from mtpserve_kernels.cpu: C++, one object per instruction set.
 
-Each row's numbers depend on that row alone, whatever shares the pass: see each op's docstring. Weights are packed in place.
+Each row's numbers depend on that row alone, whatever shares the pass: see each op's docstring. Weights are
+packed in place.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
-from mtpserve.layers.torch_kernels import FusedApart, activated, beside, pack_layers as one_by_one, torch_kernels
+from mtpserve.layers.torch_kernels import (
+    FusedApart,
+    activated,
+    beside,
+    pack_layers as one_by_one,
+    torch_kernels,
+)
 
 MANY_ROWS = 64  # of which a layer takes so long that a call from Python is nothing
 
@@ -84,15 +91,19 @@ def clamp_of(gate: ClampedGate | Ungated | None) -> Clamped | None:
 
 
 def rope_store(
-    qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int, norms: HeadNorms | None
+    qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int,
+    norms: HeadNorms | None
 ) -> Tensor:  # fmt: skip
     tables = rotation.positions, rotation.cos, rotation.sin
     q_norm, k_norm, eps = norms or (None, None, 0.0)
-    return fused.rope_store(qkv, *tables, slots, keys, values, heads, q_norm, k_norm, eps, rotation.interleaved)
+    return fused.rope_store(
+        qkv, *tables, slots, keys, values, heads, q_norm, k_norm, eps, rotation.interleaved
+    )
 
 
 def latent_store(
-    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int, out: Tensor | None = None
+    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float,
+    nope: int, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     tables = rotation.positions, rotation.cos, rotation.sin
     return fused.latent_store(q, row, *tables, slots, keys, norm, eps, nope, rotation.interleaved, out)
@@ -102,7 +113,9 @@ def pack_router(weight: Tensor, bias: Tensor | None, arch: MoEArch) -> Route:
     routing = arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale
     router_bias = None if bias is None else bias.detach()
     of_choice, of_logits = (router_bias, None) if arch.router_bias == "choice" else (None, router_bias)
-    return PanelRouter(moe.pack_router(weight.detach(), of_choice, *routing, arch.scores == "softmax", of_logits))
+    return PanelRouter(
+        moe.pack_router(weight.detach(), of_choice, *routing, arch.scores == "softmax", of_logits)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +133,9 @@ def pack_experts(experts: RoutedExperts, shared: SharedExpert | None, gate: Gate
     assert experts.gate_up_scale_inv is None and experts.down_scale_inv is None
     routed = moe.pack_expert_pair(experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
     clamped = clamp_of(experts.gate)
-    factory = partial(moe.experts_of, routed, clamped=clamped, squared=experts.gate == "relu2", first=experts.first or 0)
+    factory = partial(
+        moe.experts_of, routed, clamped=clamped, squared=experts.gate == "relu2", first=experts.first or 0
+    )
     if shared is None:
         return PanelExperts(factory(None), None)
     if (matrices := shared_matrices(shared)) is None:
@@ -190,7 +205,8 @@ class PanelMatrix:
 
 
 def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
-    """All layers in one call. Layers of other kinds are computed one by one, and so are those of ranks without shared memory."""
+    """All layers in one call. Layers of other kinds are computed one by one, and so are those of ranks
+    without shared memory."""
     try:
         described, ranks = [described_layer(layer) for layer in layers], exchange_of(layers)
     except NotDescribed:
@@ -215,10 +231,13 @@ class NotDescribed(Exception):
 class LayerStack:
     """layers.kernels.RunLayers. `described` points to what is in `layers` and `norm`."""
 
-    def __init__(self, layers: Sequence[Layer], norm: LastNorm, described: Array[stacks.Layer], ranks: Exchange | None) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], norm: LastNorm, described: Array[stacks.Layer], ranks: Exchange | None
+    ) -> None:
         self.layers, self.norm, self.described, self.ranks = layers, norm, described, ranks
         self.last = fused.norm_of(norm.weight, norm.eps)
-        self.stores: Callable[[], Stores | None] = lambda: None  # of which `contexts` are: an engine's, weakly
+        # of which `contexts` are: an engine's, weakly
+        self.stores: Callable[[], Stores | None] = lambda: None
         self.contexts = stacks.Contexts([], [])
 
     def __call__(
@@ -226,12 +245,15 @@ class LayerStack:
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         self.plan(contexts)
         angles, residual, aux_hidden_states, first = angles_of(rotation), None, [], 0
-        # Many rows are computed layer by layer, so that it is seen that the engine gets on; the numbers are the same.
+        # Many rows are computed layer by layer, so that it is seen that the engine gets on; the numbers are
+        # the same.
         stops = range(1, len(self.described)) if x.shape[0] >= MANY_ROWS else [tap + 1 for tap in taps]
         for end in sorted({*stops, len(self.described)}):
             PULSE.beat()
             last = self.last if end == len(self.described) else None
-            x, residual = stacks.run(self.described, slice(first, end), self.contexts, x, residual, angles, last, self.ranks)
+            x, residual = stacks.run(
+                self.described, slice(first, end), self.contexts, x, residual, angles, last, self.ranks
+            )
             if end - 1 in taps:
                 aux_hidden_states.append(residual if last else residual + x)
             first = end
@@ -253,7 +275,11 @@ def angles_of(rotation: Rotation) -> fused.Rotation:
 def pack_fused_layer(embed: Embed, fuse: Fuse, layer: StoringLayer, norm: LastNorm) -> RunFusedLayer:
     """Embedding, fusion and layer in one call."""
     run = pack_layers([layer], norm)
-    if not isinstance(run, LayerStack) or type(fuse) is not Fusion or not isinstance(fuse.project.packed, PanelMatrix):
+    if (
+        not isinstance(run, LayerStack)
+        or type(fuse) is not Fusion
+        or not isinstance(fuse.project.packed, PanelMatrix)
+    ):
         return FusedApart(embed, fuse, layer, run)
     norms = norm_of(fuse.embedding_norm), norm_of(fuse.hidden_norm)
     return FusedStack(run, embed, fuse, stacks.Fusion(*norms, matrix_of(fuse.project), fuse.embedding_first))
@@ -268,7 +294,9 @@ class FusedStack:
     fuse: Fusion
     described: stacks.Fusion
 
-    def __call__(self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]
+    ) -> tuple[Tensor, Tensor]:
         out = self.run(ids, features, rotation, contexts, self.stack.last)
         assert out is not None
         return out
@@ -277,7 +305,12 @@ class FusedStack:
         self.run(ids, features, rotation, contexts, None)
 
     def run(
-        self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], last: fused.Norm | None
+        self,
+        ids: Tensor,
+        features: Tensor,
+        rotation: Rotation,
+        contexts: Sequence[Context],
+        last: fused.Norm | None,
     ) -> tuple[Tensor, Tensor] | None:
         stack = self.stack
         stack.plan(contexts)
@@ -291,11 +324,18 @@ class FusedStack:
 
 def contexts_of(stores: Stores) -> stacks.Contexts:
     pools = [(stores.stores[place.store].pool, place.layer) for place in stores.places]
-    return stacks.Contexts([(pool.keys(layer), pool.values(layer)) for pool, layer in pools], [place.store for place in stores.places])
+    return stacks.Contexts(
+        [(pool.keys(layer), pool.values(layer)) for pool, layer in pools],
+        [place.store for place in stores.places],
+    )
 
 
 def described_layer(layer: Layer) -> stacks.Layer:
-    if type(layer) is not DecoderLayer or type(layer.attention_norm) is not RMSNorm or type(layer.mlp_norm) is not RMSNorm:
+    if (
+        type(layer) is not DecoderLayer
+        or type(layer.attention_norm) is not RMSNorm
+        or type(layer.mlp_norm) is not RMSNorm
+    ):
         raise NotDescribed
     stack_layer = stacks.Layer(attention_norm=norm_of(layer.attention_norm), mlp_norm=norm_of(layer.mlp_norm))
     stack_layer.attention = described_attention(layer.attention)
@@ -303,7 +343,11 @@ def described_layer(layer: Layer) -> stacks.Layer:
         stack_layer.gate_up, stack_layer.down = matrix_of(layer.mlp.gate_up), matrix_of(layer.mlp.down)
         if not cast(PanelMatrix, layer.mlp.gate_up.packed).gates or layer.mlp.gate is not None:
             raise NotDescribed
-    elif isinstance(layer.mlp, MoE) and isinstance(layer.mlp.route, PanelRouter) and isinstance(layer.mlp.mix, PanelExperts):
+    elif (
+        isinstance(layer.mlp, MoE)
+        and isinstance(layer.mlp.route, PanelRouter)
+        and isinstance(layer.mlp.mix, PanelExperts)
+    ):
         if layer.mlp.mix.apart is not None or layer.mlp.latent_in is not None:
             raise NotDescribed
         stack_layer.router, stack_layer.experts = layer.mlp.route.router, layer.mlp.mix.experts
@@ -325,11 +369,26 @@ def described_attention(module: object) -> stacks.AttentionLayer:
     elif type(module) is MLA:
         mla = module.mla
         setattr(attention, "in", matrix_of(module.down))
-        attention.out, attention.heads, attention.kv_norm = matrix_of(module.out), module.heads, norm_of(module.kv_norm)
+        attention.out, attention.heads, attention.kv_norm = (
+            matrix_of(module.out),
+            module.heads,
+            norm_of(module.kv_norm),
+        )
         if module.q_norm is not None and module.q_up is not None:
-            attention.q_norm, attention.q_up, attention.q_rank = norm_of(module.q_norm), matrix_of(module.q_up), mla.q_rank
-        attention.k_up, attention.v_up = (cast(HeadMatrices, product).packed for product in (module.k_up, module.v_up))
-        attention.kv_rank, attention.nope, attention.rope, attention.value = mla.kv_rank, mla.nope, mla.rope, mla.value
+            attention.q_norm, attention.q_up, attention.q_rank = (
+                norm_of(module.q_norm),
+                matrix_of(module.q_up),
+                mla.q_rank,
+            )
+        attention.k_up, attention.v_up = (
+            cast(HeadMatrices, product).packed for product in (module.k_up, module.v_up)
+        )
+        attention.kv_rank, attention.nope, attention.rope, attention.value = (
+            mla.kv_rank,
+            mla.nope,
+            mla.rope,
+            mla.value,
+        )
     else:
         raise NotDescribed
     return attention

@@ -1,4 +1,5 @@
-"""Grouped-query attention: projections and rotation, as Llama, Qwen and GLM have them, around what a context offers."""
+"""Grouped-query attention: projections and rotation, as Llama, Qwen and GLM have them, around what a context
+offers."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from mtpserve.layers.torch_kernels import rope_store_apart
 class GQA(nn.Module):
     """`inputs`: numbers of a row that it gets; None: the hidden size, which it always gives."""
 
-    def __init__(self, arch: ModelArch, kind: Attention, method: LinearMethod, kernels: Kernels, inputs: int | None = None) -> None:
+    def __init__(
+        self,
+        arch: ModelArch,
+        kind: Attention,
+        method: LinearMethod,
+        kernels: Kernels,
+        inputs: int | None = None,
+    ) -> None:
         super().__init__()
         heads = arch.heads_of(kind)
         q, k, v = heads * arch.head_dim, kind.kv.heads * arch.head_dim, kind.kv.heads * kind.kv.value_dim
@@ -27,13 +35,16 @@ class GQA(nn.Module):
         self.gated, self.kv, self.value_scale = arch.out_gate, kind.kv, arch.value_scale
         self.in_window = kind.window is not None and arch.window_rope is not None  # its rotation
         self.qkv = Linear(inputs or arch.hidden, ((1 + arch.out_gate) * q, k, v), method, bias=arch.qkv_bias)
-        self.gate = Linear(arch.hidden, (heads,), method) if arch.head_gate else None  # one number for each head
+        # one number for each head
+        self.gate = Linear(arch.hidden, (heads,), method) if arch.head_gate else None
         self.out = Linear(heads * kind.kv.value_dim, (arch.hidden,), method, bias=arch.out_bias)
         self.out.added_once = ("bias",)
         self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None
         self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None
         has_sinks = arch.sinks == "all" or (arch.sinks == "windows" and kind.window is not None)
-        self.sinks = nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False) if has_sinks else None
+        self.sinks = (
+            nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False) if has_sinks else None
+        )
 
     @property
     def ordinary(self) -> bool:
@@ -43,7 +54,11 @@ class GQA(nn.Module):
 
     @property
     def norms(self) -> HeadNorms | None:
-        return None if self.q_norm is None or self.k_norm is None else HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return (
+            None
+            if self.q_norm is None or self.k_norm is None
+            else HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        )
 
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden]"""
@@ -54,14 +69,17 @@ class GQA(nn.Module):
         if gate is not None:
             seen = seen * gate.sigmoid()
         # Scaled values would give the same.
-        return self.kernels.ranks.sum(self.out((seen if self.value_scale == 1 else seen * self.value_scale).flatten(1)))
+        return self.kernels.ranks.sum(
+            self.out((seen if self.value_scale == 1 else seen * self.value_scale).flatten(1))
+        )
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden] → q [T, heads, head_dim]; keys and values are stored."""
         return self.stored(self.projected(x)[0], rotation, context)
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x [T, hidden] → q, k and v of all heads [T, numbers], and the gates that come with them [T, heads, head_dim]"""
+        """x [T, hidden] → q, k and v of all heads [T, numbers], and the gates that come with them [T, heads,
+        head_dim]"""
         if not self.gated:
             return self.qkv(x), None
         # Each head's gate comes after its q.
@@ -77,4 +95,6 @@ class GQA(nn.Module):
             heads = qk.unflatten(-1, (-1, self.kv.key_dim)), v.unflatten(-1, (self.kv.heads, -1))
             return rope_store_apart(*heads, rotation, context.slots, context.keys, context.values, self.heads)
         qkv = qkv.unflatten(-1, (self.all_heads, -1))  # [T, heads + 2 kv_heads, head_dim]
-        return self.kernels.rope_store(qkv, rotation, context.slots, context.keys, context.values, self.heads, self.norms)
+        return self.kernels.rope_store(
+            qkv, rotation, context.slots, context.keys, context.values, self.heads, self.norms
+        )

@@ -1,4 +1,5 @@
-"""A short causal convolution inside blocks of rows, by kernels of which a part is computed from the rows (DFlash2, z-lab/dflash)."""
+"""A short causal convolution inside blocks of rows, by kernels of which a part is computed from the rows
+(DFlash2, z-lab/dflash)."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from mtpserve.layers.linear import Linear
 
 
 class BlockConvolution(nn.Module):
-    """Two convolutions around a sublayer, each a sum over taps i of (base[i] + made[i]) * the row i before, nothing before a block's first
-    row. `coeffs`, from the sublayer's input, has a number for each `group` of the hidden ones. In plain torch on every device."""
+    """Two convolutions around a sublayer, each a sum over taps i of (base[i] + made[i]) * the row i before,
+    nothing before a block's first row. `coeffs`, from the sublayer's input, has a number for each `group` of
+    the hidden ones. In plain torch on every device."""
 
     def __init__(self, hidden: int, taps: int, group: int, method: LinearMethod) -> None:
         super().__init__()
@@ -21,7 +23,8 @@ class BlockConvolution(nn.Module):
         self.kernel = Linear(hidden, (2 * taps * (hidden // group),), method)
 
     def before(self, x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """x [blocks * block, hidden] → the same convolved, and what `after` needs for the sublayer's output."""
+        """x [blocks * block, hidden] → the same convolved, and what `after` needs for the sublayer's
+        output."""
         coeffs = self.kernel(x).unflatten(-1, (2, self.base.shape[1], -1))
         return self.convolved(x, self.base[0], coeffs[:, 0], block), coeffs[:, 1]
 

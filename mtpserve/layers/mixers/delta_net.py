@@ -1,4 +1,5 @@
-"""Gated delta-net: a layer that keeps a state instead of keys and values (https://arxiv.org/abs/2412.06464, as Qwen3-Next has it)."""
+"""Gated delta-net: a layer that keeps a state instead of keys and values (https://arxiv.org/abs/2412.06464,
+as Qwen3-Next has it)."""
 
 from __future__ import annotations
 
@@ -18,21 +19,31 @@ from mtpserve.layers.rope import Rotation
 
 
 class GatedDeltaNet(nn.Module):
-    """`inputs` are q, k and v, which a convolution mixes with those of the rows before, and z, which gates the output. `gates` are b and a,
-    two numbers for each head: the share of what a key holds that is replaced, and how much is forgotten."""
+    """`inputs` are q, k and v, which a convolution mixes with those of the rows before, and z, which gates
+    the output. `gates` are b and a, two numbers for each head: the share of what a key holds that is
+    replaced, and how much is forgotten."""
 
     def __init__(self, arch: ModelArch, kind: Recurrent, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
         self.kind, size, self.ranks = kind, kind.value_heads * kind.value_dim, kernels.ranks
-        self.inputs = Linear(arch.hidden, (kind.channels + size,) if kind.grouped else (kind.channels, size), method)
-        self.gates = Linear(arch.hidden, (2 * kind.value_heads,) if kind.grouped else (kind.value_heads, kind.value_heads), method)
+        self.inputs = Linear(
+            arch.hidden, (kind.channels + size,) if kind.grouped else (kind.channels, size), method
+        )
+        self.gates = Linear(
+            arch.hidden,
+            (2 * kind.value_heads,) if kind.grouped else (kind.value_heads, kind.value_heads),
+            method,
+        )
         keys = kind.key_heads * kind.key_dim
         if not kind.grouped:
             self.inputs.cuts = (keys, keys, size, size)
         self.cuts = {"conv": (keys, keys, size)}
         self.conv = nn.Parameter(torch.empty(kind.channels, 1, kind.taps), requires_grad=False)
-        self.decay = nn.Parameter(torch.empty(kind.value_heads, dtype=torch.float32), requires_grad=False)  # its logarithm
-        self.decay_bias = nn.Parameter(torch.empty(kind.value_heads, dtype=torch.float32), requires_grad=False)
+        # its logarithm
+        self.decay = nn.Parameter(torch.empty(kind.value_heads, dtype=torch.float32), requires_grad=False)
+        self.decay_bias = nn.Parameter(
+            torch.empty(kind.value_heads, dtype=torch.float32), requires_grad=False
+        )
         self.norm = RMSNorm(kind.value_dim, arch.norm_eps, kernels)
         self.out = Linear(size, (arch.hidden,), method)
         self.taps: Tensor  # [taps, channels] float32
@@ -51,7 +62,8 @@ class GatedDeltaNet(nn.Module):
         return self.ranks.sum(self.out(gated.flatten(1)))
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [T, hidden] → the convolution's inputs [T, channels], z [T, value_heads * value_dim], b and a [T, value_heads]"""
+        """x [T, hidden] → the convolution's inputs [T, channels], z [T, value_heads * value_dim], b and a [T,
+        value_heads]"""
         kind, inputs, gates = self.kind, self.inputs(x), self.gates(x)
         if not kind.grouped:
             return *inputs.split(self.inputs.parts, -1), *gates.split(self.gates.parts, -1)

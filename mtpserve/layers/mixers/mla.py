@@ -1,7 +1,8 @@
 """Multi-head latent attention, absorbed (DeepSeek-V2, https://arxiv.org/abs/2405.04434 §2.1.2).
 
-A token's cache row is its normed latent (kv_rank numbers) and one rotated key shared by all heads. The up-projections of key
-and value never touch the cache: W_uk is multiplied into the query, W_uv into the output.
+A token's cache row is its normed latent (kv_rank numbers) and one rotated key shared by all heads. The
+up-projections of key and value never touch the cache: W_uk is multiplied into the query, W_uv into the
+output.
 
     score = (q_nope W_uk) · latent + q_rope · k_rope            output = (softmax · latents) W_uv
 """
@@ -23,7 +24,8 @@ LATENT_EPS = 1e-6  # the latent norms of every published DeepSeek use this, what
 
 
 class MLA(nn.Module):
-    """`down` holds q_a (or the whole q projection where there is no q_rank) and kv_a side by side: one product for both."""
+    """`down` holds q_a (or the whole q projection where there is no q_rank) and kv_a side by side: one
+    product for both."""
 
     def __init__(self, arch: ModelArch, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
@@ -35,14 +37,16 @@ class MLA(nn.Module):
         self.q_norm = RMSNorm(mla.q_rank, LATENT_EPS, kernels) if mla.q_rank else None
         self.q_up = Linear(mla.q_rank, (q_size,), method) if mla.q_rank else None
         self.kv_norm = RMSNorm(mla.kv_rank, LATENT_EPS, kernels)
-        self.kv_up = nn.Parameter(torch.empty(arch.heads * (mla.nope + mla.value), mla.kv_rank), requires_grad=False)
+        self.kv_up = nn.Parameter(
+            torch.empty(arch.heads * (mla.nope + mla.value), mla.kv_rank), requires_grad=False
+        )
         self.out = Linear(arch.heads * mla.value, (arch.hidden,), method)
         self.k_up: HeadProducts
         self.v_up: HeadProducts
 
     def finish_loading(self) -> None:
-        """kv_up becomes the products with its two halves, [T, heads, nope] → [T, heads, kv_rank] and [T, heads, kv_rank] → [T, heads,
-        value]."""
+        """kv_up becomes the products with its two halves, [T, heads, nope] → [T, heads, kv_rank] and [T,
+        heads, kv_rank] → [T, heads, value]."""
         self.k_up, self.v_up = self.kernels.pack_heads(self.kv_up.detach(), self.heads, self.mla.nope)
 
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
@@ -59,7 +63,9 @@ class MLA(nn.Module):
         query = q.new_empty(len(q), self.heads, mla.kv_rank + mla.rope)
         absorbed, q_rope = query.split([mla.kv_rank, mla.rope], -1)
         self.k_up(q[..., : mla.nope], absorbed)
-        self.kernels.latent_store(q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope, q_rope)
+        self.kernels.latent_store(
+            q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope, q_rope
+        )
         latents = context.attend(query)  # [T, heads, kv_rank]
         return self.kernels.ranks.sum(self.out(self.v_up(latents).flatten(1)))
 
@@ -68,4 +74,6 @@ class MLA(nn.Module):
         mla, norm = self.mla, self.kv_norm
         row = self.down(x).split(self.down.parts, -1)[1]
         no_q = row.new_zeros(len(row), 1, mla.nope + mla.rope)
-        self.kernels.latent_store(no_q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope)
+        self.kernels.latent_store(
+            no_q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope
+        )

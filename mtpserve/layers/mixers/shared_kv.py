@@ -1,11 +1,12 @@
-"""Attention in which one latent row is the key and the value of all heads, with entries that stand for several tokens (DeepSeek-V4, as
-transformers' model has it).
+"""Attention in which one latent row is the key and the value of all heads, with entries that stand for
+several tokens (DeepSeek-V4, as transformers' model has it).
 
-The last numbers of a row are rotated by its position. As the row is the value, too, what a head has attended to is rotated back by the
-position of the query, so that it depends on distances alone.
+The last numbers of a row are rotated by its position. As the row is the value, too, what a head has attended
+to is rotated back by the position of the query, so that it depends on distances alone.
 
-An entry is a mean of what its tokens have left: each number of it has weights of its own, a softmax over these tokens' gates and a bias for
-each place. With overlap it is made of the tokens before its own, too, which have left other numbers for it.
+An entry is a mean of what its tokens have left: each number of it has weights of its own, a softmax over
+these tokens' gates and a bias for each place. With overlap it is made of the tokens before its own, too,
+which have left other numbers for it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from mtpserve.layers.rope import Rotation
 
 
 class EntryMaker(nn.Module):
-    """Makes rows of `dim` numbers of what tokens have left: of each its values and its gates, with overlap for two entries, the next one
-    first."""
+    """Makes rows of `dim` numbers of what tokens have left: of each its values and its gates, with overlap
+    for two entries, the next one first."""
 
-    def __init__(self, arch: ModelArch, compression: Compressed, dim: int, method: LinearMethod, kernels: Kernels) -> None:
+    def __init__(
+        self, arch: ModelArch, compression: Compressed, dim: int, method: LinearMethod, kernels: Kernels
+    ) -> None:
         super().__init__()
         self.every, self.dim, entries = compression.every, dim, compression.span // compression.every
         self.project = Linear(arch.hidden, (entries * dim, entries * dim), method)
@@ -43,19 +46,23 @@ class EntryMaker(nn.Module):
         values, gates = left.chunk(2, -1)
         gates = gates + self.bias.repeat(left.shape[1] // self.every, 1)
         values, gates = self.own(values), self.own(gates).masked_fill(~there.unsqueeze(-1), -torch.inf)
-        shares = gates.softmax(1, dtype=torch.float64).to(values.dtype)  # by float64: see layers.streams.sigmoid
+        # by float64: see layers.streams.sigmoid
+        shares = gates.softmax(1, dtype=torch.float64).to(values.dtype)
         entry = (values * shares).sum(1)
         return rotation.rotate_last(self.norm(entry).unsqueeze(1))
 
     def own(self, numbers: Tensor) -> Tensor:
-        """[n, span, entries * dim] → [n, span, dim]: of the tokens before the entry's own the first part, of these the last one."""
+        """[n, span, entries * dim] → [n, span, dim]: of the tokens before the entry's own the first part, of
+        these the last one."""
         return torch.cat([numbers[:, : -self.every, : self.dim], numbers[:, -self.every :, -self.dim :]], 1)
 
 
 class EntryIndexer(nn.Module):
     """Selects entries for rows by index keys that are made as entries are."""
 
-    def __init__(self, arch: ModelArch, compression: Compressed, method: LinearMethod, kernels: Kernels) -> None:
+    def __init__(
+        self, arch: ModelArch, compression: Compressed, method: LinearMethod, kernels: Kernels
+    ) -> None:
         super().__init__()
         assert arch.shared_kv is not None and arch.indexer is not None
         self.heads = arch.indexer.heads
@@ -75,15 +82,21 @@ class Compressor(nn.Module):
         compression = kind.compressed
         assert compression is not None
         self.maker = EntryMaker(arch, compression, kind.kv.key_dim, method, kernels)
-        self.indexer = None if compression.selected is None else EntryIndexer(arch, compression, method, kernels)
+        self.indexer = (
+            None if compression.selected is None else EntryIndexer(arch, compression, method, kernels)
+        )
         makers = [self.maker] if self.indexer is None else [self.maker, self.indexer.maker]
         self.sizes = [sum(maker.project.parts) for maker in makers]
 
     def forward(self, x: Tensor, latent: Tensor, rotation: Rotation, context: CompressingContext) -> None:
-        """x [T, hidden], latent [T, q_rank]: what the rows leave for entries is stored, and so are the entries that they complete; then
-        entries are selected for them."""
+        """x [T, hidden], latent [T, q_rank]: what the rows leave for entries is stored, and so are the
+        entries that they complete; then entries are selected for them."""
         indexer = self.indexer
-        left = self.maker.project(x) if indexer is None else torch.cat([self.maker.project(x), indexer.maker.project(x)], -1)
+        left = (
+            self.maker.project(x)
+            if indexer is None
+            else torch.cat([self.maker.project(x), indexer.maker.project(x)], -1)
+        )
         store(context.inputs, context.slots, left.unsqueeze(1))
         completed = context.completed
         if len(completed.slots):
@@ -104,11 +117,15 @@ class SharedKV(nn.Module):
         self.heads, self.groups, self.eps, self.kernels = arch.heads, shared_kv.groups, arch.norm_eps, kernels
         self.in_window = kind.compressed is None and arch.window_rope is not None  # its rotation
         self.down = Linear(arch.hidden, (shared_kv.q_rank, dim), method)
-        self.q_norm, self.kv_norm = RMSNorm(shared_kv.q_rank, arch.norm_eps, kernels), RMSNorm(dim, arch.norm_eps, kernels)
+        self.q_norm, self.kv_norm = (
+            RMSNorm(shared_kv.q_rank, arch.norm_eps, kernels),
+            RMSNorm(dim, arch.norm_eps, kernels),
+        )
         self.q_up = Linear(shared_kv.q_rank, (arch.heads * dim,), method)
         self.sinks = in_float32(arch.heads)
         self.group_out = nn.Parameter(
-            torch.empty(shared_kv.groups * shared_kv.out_rank, arch.heads * dim // shared_kv.groups), requires_grad=False
+            torch.empty(shared_kv.groups * shared_kv.out_rank, arch.heads * dim // shared_kv.groups),
+            requires_grad=False,
         )
         self.out = Linear(shared_kv.groups * shared_kv.out_rank, (arch.hidden,), method)
         self.compressor = None if kind.compressed is None else Compressor(arch, kind, method, kernels)

@@ -1,8 +1,10 @@
-"""Latent attention to selected tokens: DeepSeek-V3.2's sparse attention (https://arxiv.org/abs/2512.02556 §2.1).
+"""Latent attention to selected tokens: DeepSeek-V3.2's sparse attention (https://arxiv.org/abs/2512.02556
+§2.1).
 
-The lightning indexer scores tokens with heads of its own: their queries come from the normed latent of q, their one key from the layer's
-input, as the weight of each head. With --kv-cache-dtype fp8_e4m3 index keys have a scale for each token, as in the published code. That
-rotates queries and keys by a Hadamard matrix before it rounds them, too: a rotation changes no product, and is left out.
+The lightning indexer scores tokens with heads of its own: their queries come from the normed latent of q,
+their one key from the layer's input, as the weight of each head. With --kv-cache-dtype fp8_e4m3 index keys
+have a scale for each token, as in the published code. That rotates queries and keys by a Hadamard matrix
+before it rounds them, too: a rotation changes no product, and is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ KEY_EPS = 1e-6  # of the norm of index keys, in every published model
 
 
 class LayerNorm(nn.Module):
-    """Mean and variance (https://arxiv.org/abs/1607.06450), in float32, as which the weights are published."""
+    """Mean and variance (https://arxiv.org/abs/1607.06450), in float32, as which the weights are
+    published."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -50,7 +53,8 @@ class Indexer(nn.Module):
         self.weigh = Linear(arch.hidden, (self.heads,), method)
 
     def forward(self, x: Tensor, latent: Tensor, rotation: Rotation, context: SelectingContext) -> None:
-        """x [T, hidden], latent [T, q_rank]: the rows' index keys are stored, and tokens are selected for them."""
+        """x [T, hidden], latent [T, q_rank]: the rows' index keys are stored, and tokens are selected for
+        them."""
         self.store(x, rotation, context)
         q = self.q_up(latent).unflatten(-1, (self.heads, -1))
         context.select(self.rotated(q, rotation), self.weigh(x, torch.float32) * self.scale)

@@ -1,19 +1,20 @@
 """Steps that are captured once and replayed: one launch on the host instead of hundreds.
 
-A graph is a whole step (forward, accept, compact, absorb, draft) for a padded number of requests, each with as many rows as the engine
-verifies. It is fed with seats, wanted depths and numbers of drafts; everything else it reads from the seats on the device. The seat that
-belongs to no request pads it.
+A graph is a whole step (forward, accept, compact, absorb, draft) for a padded number of requests, each with
+as many rows as the engine verifies. It is fed with seats, wanted depths and numbers of drafts; everything
+else it reads from the seats on the device. The seat that belongs to no request pads it.
 
     requests   | a | b | c | - |      tier 4             rows of each   | x d1 d2 d3 |    fewer drafts are masked
 
-Prompts have a padded number of rows in all, and a graph is fed with the number of each (prompt_rows.py). Launched kernel by kernel, a short
-prompt took 36 ms on an H100 with 36 layers; a step without takes 4 ms. Beside requests that decode they are computed in the same pass, so
-that the weights are read once; where drafts may branch they have graphs of their own.
+Prompts have a padded number of rows in all, and a graph is fed with the number of each (prompt_rows.py).
+Launched kernel by kernel, a short prompt took 36 ms on an H100 with 36 layers; a step without takes 4 ms.
+Beside requests that decode they are computed in the same pass, so that the weights are read once; where
+drafts may branch they have graphs of their own.
 
     rows       | a a a | b b b b | - | - - |      8 spans of 4 requests, at most 3 of which are real
 
-All tiers are captured at start for the usual parameters; others when they are first needed, which takes about as long as a few dozen
-steps. A step whose capture failed is launched as any other, from then on.
+All tiers are captured at start for the usual parameters; others when they are first needed, which takes about
+as long as a few dozen steps. A step whose capture failed is launched as any other, from then on.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ LOG_EVERY = 10  # captures at start
 
 @dataclass(frozen=True, slots=True)
 class GraphOutput:
-    """What a step leaves for the host, and all that a graph keeps of it: the memory of everything else is the next graph's too."""
+    """What a step leaves for the host, and all that a graph keeps of it: the memory of everything else is the
+    next graph's too."""
 
     columns: Columns
     table: Tensor
@@ -65,15 +67,15 @@ class CaptureFailed(Exception):
 
 class GraphCapturer(Protocol):
     def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
-        """Run `body` as often as needed, and give what its recorded run returns, and what repeats that run into the same tensors.
-        Raises CaptureFailed."""
+        """Run `body` as often as needed, and give what its recorded run returns, and what repeats that run
+        into the same tensors. Raises CaptureFailed."""
         ...
 
 
 class CudaGraphCapturer:
-    """All graphs share one pool of memory: only one of them runs at a time, and what one returns is kept alive by its owner. They share
-    one stream too, since libraries keep a workspace for each stream that they have seen. After a failed capture the next ones share
-    another pool."""
+    """All graphs share one pool of memory: only one of them runs at a time, and what one returns is kept
+    alive by its owner. They share one stream too, since libraries keep a workspace for each stream that they
+    have seen. After a failed capture the next ones share another pool."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -89,7 +91,8 @@ class CudaGraphCapturer:
                 for _ in range(WARM_UPS):
                     body()
             current.wait_stream(self.stream)
-            # torch.cuda.graph does not restore the stream if the end of the capture raises; the outer context does.
+            # torch.cuda.graph does not restore the stream if the end of the capture raises; the outer context
+            # does.
             with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 output = body()
         except Exception as error:
@@ -98,10 +101,12 @@ class CudaGraphCapturer:
         return output, graph.replay
 
     def clean_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """After a failed capture. A torch without https://github.com/pytorch/pytorch/pull/180395 takes it for unfinished in its allocators.
-        The device's can be told; the next capture would die of an internal assertion otherwise. The one of pinned memory cannot: it refuses
-        the pool from then on (seen with torch 2.11), and still asks the failed graph what is its own, so that this is kept. That the pool
-        may never be given back (https://github.com/pytorch/pytorch/pull/190348) does no harm: the graphs before use it.
+        """After a failed capture. A torch without https://github.com/pytorch/pytorch/pull/180395 takes it for
+        unfinished in its allocators. The device's can be told; the next capture would die of an internal
+        assertion otherwise. The one of pinned memory cannot: it refuses the pool from then on (seen with
+        torch 2.11), and still asks the failed graph what is its own, so that this is kept. That the pool may
+        never be given back (https://github.com/pytorch/pytorch/pull/190348) does no harm: the graphs before
+        use it.
 
         Raises torch.AcceleratorError where the device itself has failed."""
         with contextlib.suppress(RuntimeError):  # the capture has ended there, too
@@ -119,7 +124,9 @@ class GraphKey:
     trees: bool
     features: SamplingFeatures
     defers_kv: bool = (
-        False  # where nothing is drafted: the rows are absorbed with a later step; beside prompts some are, others with this one
+        # where nothing is drafted: the rows are absorbed with a later step; beside prompts some are, others
+        # with this one
+        False
     )
     rows: int = 0  # of all prompts together
     spans: int = 0  # of these
@@ -133,7 +140,8 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    # [3 to 5, requests + spans]: seats, wanted depths, most drafts, and StateCheckpoints' numbers where layers keep states
+    # [3 to 5, requests + spans]: seats, wanted depths, most drafts, and StateCheckpoints' numbers where
+    # layers keep states
     request_numbers: Tensor
     prompt_numbers: Tensor | None  # [3, spans], see `padded_prompts`
     layout: RowLayout | None  # of those that decode; its tensors are read by every replay
@@ -147,22 +155,38 @@ def tiers(max_batch_size: int) -> list[int]:
 
 
 def usual(coupled: bool) -> list[SamplingFeatures]:
-    """The usual parameters: no temperature, temperature alone, or with any of top_k, top_p and min_p. `coupled` as in SamplingFeatures."""
+    """The usual parameters: no temperature, temperature alone, or with any of top_k, top_p and min_p.
+    `coupled` as in SamplingFeatures."""
     cuts = ((True, 0, False), (False, 0, False), (False, 1, True))
     wanted = [
-        SamplingFeatures(all_greedy=greedy, any_greedy=True, largest_k=top_k, any_top_p=top_p, any_min_p=top_p, all_coupled=coupled)
+        SamplingFeatures(
+            all_greedy=greedy,
+            any_greedy=True,
+            largest_k=top_k,
+            any_top_p=top_p,
+            any_min_p=top_p,
+            all_coupled=coupled,
+        )
         for greedy, top_k, top_p in cuts
     ]
     return [features.rounded() for features in wanted]
 
 
 class StepGraphs:
-    """`max_batch_size` requests in one graph, at most. The widths are the engine's own, a token and all drafts of a request, those of a few
-    less deep chains, and a single row for steps that neither verify nor draft. Steps between them are masked: near the end of its text a
-    request has fewer drafts for a step or two, which is not worth a capture."""
+    """`max_batch_size` requests in one graph, at most. The widths are the engine's own, a token and all
+    drafts of a request, those of a few less deep chains, and a single row for steps that neither verify nor
+    draft. Steps between them are masked: near the end of its text a request has fewer drafts for a step or
+    two, which is not worth a capture."""
 
-    def __init__(self, step: Step, sampling: SamplingState, recorder: GraphCapturer, max_batch_size: int) -> None:
-        self.step, self.sampling, self.recorder, self.max_batch_size = step, sampling, recorder, max_batch_size
+    def __init__(
+        self, step: Step, sampling: SamplingState, recorder: GraphCapturer, max_batch_size: int
+    ) -> None:
+        self.step, self.sampling, self.recorder, self.max_batch_size = (
+            step,
+            sampling,
+            recorder,
+            max_batch_size,
+        )
         self.drafts = step.drafter.sizes.max_draft_tokens(step.drafter.sizes.depth, plain=True)
         self.depths = sorted({depth for depth in DEPTHS if depth < self.drafts} | {self.drafts})
         self.recorded: dict[GraphKey, CapturedGraph | None] = {}  # None: cannot be captured
@@ -172,13 +196,18 @@ class StepGraphs:
         return StepGraphs(self.step, self.sampling, self.recorder, self.max_batch_size)
 
     def replay(
-        self, seats: Seq[int], wanted: Seq[int], max_draft_tokens: Seq[int], drafts: int, draft_depth: int, features: SamplingFeatures,
+        self, seats: Seq[int], wanted: Seq[int], max_draft_tokens: Seq[int], drafts: int, draft_depth: int,
+        features: SamplingFeatures,
         trees: bool, deferred: bool = False, checkpoints: Seq[Seq[int]] = (), prompts: Prompts | None = None,
     ) -> GraphOutput | None:  # fmt: skip
-        """`drafts` of the widest span; `draft_depth`: how deep the step drafts; `deferred`: as in GraphKey; `checkpoints`: numbers of
-        StateCheckpoints, where layers keep states; `prompts`: the last ones of the requests. What it gives is overwritten by the next
-        replay, on the device and in its order. None: such a step cannot be captured, or its prompts are too long, and nothing was done."""
-        decoding, deepest = len(seats) - (0 if prompts is None else len(prompts.lengths)), draft_depth if any(wanted) else 0
+        """`drafts` of the widest span; `draft_depth`: how deep the step drafts; `deferred`: as in GraphKey;
+        `checkpoints`: numbers of StateCheckpoints, where layers keep states; `prompts`: the last ones of the
+        requests. What it gives is overwritten by the next replay, on the device and in its order. None: such
+        a step cannot be captured, or its prompts are too long, and nothing was done."""
+        decoding, deepest = (
+            len(seats) - (0 if prompts is None else len(prompts.lengths)),
+            draft_depth if any(wanted) else 0,
+        )
         if prompts is None:
             key: GraphKey | None = self.key(decoding, drafts, deepest, features, trees, deferred)
         elif decoding:
@@ -191,7 +220,12 @@ class StepGraphs:
         # A chain's number of drafts is its depth, and those who are limited otherwise are not captured.
         max_draft_tokens = max_draft_tokens or [self.drafts] * len(seats)
         depths = wanted if self.step.drafter.sizes.trees else list(map(min, wanted, max_draft_tokens))
-        lists = (seats, self.step.seats.padding), (depths, 0), (max_draft_tokens, 0), *((column, 0) for column in checkpoints)
+        lists = (
+            (seats, self.step.seats.padding),
+            (depths, 0),
+            (max_draft_tokens, 0),
+            *((column, 0) for column in checkpoints),
+        )
         write(recorded.request_numbers, [padded(numbers, decoding, filler, key) for numbers, filler in lists])
         if prompts is not None and recorded.prompt_numbers is not None:
             write(recorded.prompt_numbers, padded_prompts(prompts, key.rows, key.spans, key.requests))
@@ -211,31 +245,56 @@ class StepGraphs:
         depth = self.depth_of(deepest) if deepest else 0
         # Seats in which drafts once branched, or not, and all parameters alike: it is few requests' sampling.
         trees = self.step.drafter.sizes.branching
-        return GraphKey(0, 0, depth, trees, features.general, rows=rows, spans=spans, resumed=bool(prompts.resumed))
+        return GraphKey(
+            0, 0, depth, trees, features.general, rows=rows, spans=spans, resumed=bool(prompts.resumed)
+        )
 
     def mixed_key(
-        self, requests: int, drafts: int, deepest: int, features: SamplingFeatures, prompts: Prompts, deferred: bool
+        self,
+        requests: int,
+        drafts: int,
+        deepest: int,
+        features: SamplingFeatures,
+        prompts: Prompts,
+        deferred: bool,
     ) -> GraphKey | None:
         """Of prompts beside so many requests that decode. None: there are too many rows, or requests."""
         if (bucket := prompts.bucket(MIXED_PROMPTS)) is None:
             return None
-        key = self.key(next(size for size in self.mixed_tiers if size >= requests), drafts, deepest, features, False, deferred)
+        key = self.key(
+            next(size for size in self.mixed_tiers if size >= requests),
+            drafts,
+            deepest,
+            features,
+            False,
+            deferred,
+        )
         sampling = features.rounded() if features.all_greedy else features.general
-        # Whatever the prompts follow: a pass of the draft model over one row of each costs less than twice as many captures.
+        # Whatever the prompts follow: a pass of the draft model over one row of each costs less than twice as
+        # many captures.
         resumed = self.step.drafter.lag is not None
         return replace(key, features=sampling, rows=bucket[0], spans=bucket[1], resumed=resumed)
 
     @property
     def mixed_tiers(self) -> list[int]:
-        return [size for size in tiers(self.max_batch_size) if size in MIXED_ROWS or size == self.max_batch_size]
+        return [
+            size for size in tiers(self.max_batch_size) if size in MIXED_ROWS or size == self.max_batch_size
+        ]
 
-    def mixed_keys(self, features: SamplingFeatures, depth: int, budget: int, above: int, deferred: bool) -> Iterator[GraphKey]:
-        """Of steps of `budget` rows at most, with prompts beside more than `above` requests that draft so deep; the largest first."""
+    def mixed_keys(
+        self, features: SamplingFeatures, depth: int, budget: int, above: int, deferred: bool
+    ) -> Iterator[GraphKey]:
+        """Of steps of `budget` rows at most, with prompts beside more than `above` requests that draft so
+        deep; the largest first."""
         for before, size in reversed([*pairwise([0, *self.mixed_tiers])]):
             decoding = (before + 1) * self.key(size, depth, depth, features, False).width
             for rows, spans in reversed(MIXED_PROMPTS) if size > above else ():
                 prompts = Prompts([min(rows - spans, budget - decoding)], [])
-                key = self.mixed_key(size, depth, depth, features, prompts, deferred) if budget > decoding else None
+                key = (
+                    self.mixed_key(size, depth, depth, features, prompts, deferred)
+                    if budget > decoding
+                    else None
+                )
                 if key is not None:
                     yield key
 
@@ -246,54 +305,92 @@ class StepGraphs:
         return [sizes.depth] if sizes.trees or sizes.always_free else self.depths
 
     def depth_of(self, drafts: int) -> int:
-        """The depth of the graph in which so many are drafted, or verified: of a tree more than it is deep."""
+        """The depth of the graph in which so many are drafted, or verified: of a tree more than it is
+        deep."""
         *shallower, deepest = self.used_depths
         return next((depth for depth in shallower if depth >= drafts), deepest)
 
-    def key(self, requests: int, drafts: int, deepest: int, features: SamplingFeatures, trees: bool, deferred: bool = False) -> GraphKey:
+    def key(
+        self,
+        requests: int,
+        drafts: int,
+        deepest: int,
+        features: SamplingFeatures,
+        trees: bool,
+        deferred: bool = False,
+    ) -> GraphKey:
         assert drafts <= self.drafts
         size = next(tier for tier in tiers(self.max_batch_size) if tier >= requests)
         if drafts == 0 and deepest == 0:
             return GraphKey(size, 1, 0, False, features.rounded(), deferred)
         # The step in which the depth changes is as wide as the deeper one.
         depth, sizes = self.depth_of(max(drafts, deepest)), self.step.drafter.sizes
-        return GraphKey(size, (self.drafts if sizes.trees or sizes.always_free else depth) + 1, depth, trees, features.rounded())
+        return GraphKey(
+            size,
+            (self.drafts if sizes.trees or sizes.always_free else depth) + 1,
+            depth,
+            trees,
+            features.rounded(),
+        )
 
     def capture_all(
-        self, features: Seq[SamplingFeatures], trees: bool, plain_above: int | None = None, adaptive: bool = False,
+        self, features: Seq[SamplingFeatures], trees: bool, plain_above: int | None = None,
+        adaptive: bool = False,
         prompts: int = PROMPTS[-1][0], shared: bool = False,
     ) -> None:  # fmt: skip
-        """Every tier, the largest first: the memory of the others fits into its own. `plain_above`: with more requests than that the
-        engine drafts nothing. `adaptive`: it drafts as deep as it thinks best. `prompts`: rows of a step, at most; `shared`: some may
-        follow pages of another request."""
+        """Every tier, the largest first: the memory of the others fits into its own. `plain_above`: with more
+        requests than that the engine drafts nothing. `adaptive`: it drafts as deep as it thinks best.
+        `prompts`: rows of a step, at most; `shared`: some may follow pages of another request."""
         sizes, deferred = tiers(self.max_batch_size)[::-1], self.step.drafter.sizes.max_deferred_tokens > 0
         depths = self.depths[::-1] if adaptive and self.drafts else [self.drafts]
-        keys = [self.key(size, depth, depth, feature_set, trees) for size in sizes for depth in depths for feature_set in features]
+        keys = [
+            self.key(size, depth, depth, feature_set, trees)
+            for size in sizes
+            for depth in depths
+            for feature_set in features
+        ]
         if adaptive and self.drafts:
             plain_above = 0
         if plain_above is not None:
-            keys += [self.key(size, 0, 0, feature_set, False, deferred) for size in sizes if size > plain_above for feature_set in features]
+            keys += [
+                self.key(size, 0, 0, feature_set, False, deferred)
+                for size in sizes
+                if size > plain_above
+                for feature_set in features
+            ]
             depths = [*depths, 0]
         for depth in depths if self.has_mixed_steps else []:
             above = 0 if depth or plain_above is None else plain_above
-            keys += [key for feature_set in features for key in self.mixed_keys(feature_set, depth, prompts, above, deferred and not depth)]
+            keys += [
+                key
+                for feature_set in features
+                for key in self.mixed_keys(feature_set, depth, prompts, above, deferred and not depth)
+            ]
         both = ([], [0])[: 1 + (shared or self.step.drafter.lag == 0)]
         for rows in sorted({min(rows - spans, prompts) for rows, spans in PROMPTS}, reverse=True):
             alone = [Prompts([rows], resumed) for resumed in both]
             keys += [
-                key for depth in depths for feature_set in features for one in alone if (key := self.prompt_key(one, depth, feature_set))
+                key
+                for depth in depths
+                for feature_set in features
+                for one in alone
+                if (key := self.prompt_key(one, depth, feature_set))
             ]
         keys = list(dict.fromkeys(keys))
         for number, key in enumerate(keys, 1):
             self.capture(key)
             if number % LOG_EVERY == 0 or number == len(keys):
-                log.info("captured %d of %d steps, for up to %d requests", number, len(keys), self.max_batch_size)
+                log.info(
+                    "captured %d of %d steps, for up to %d requests", number, len(keys), self.max_batch_size
+                )
 
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> CapturedGraph | None:
         step, device = self.step, self.step.seats.device
         fillers = [step.seats.padding, 0, 0, *([0, 0] if step.states is not None else [])]
-        request_numbers = torch.empty(len(fillers), key.requests + key.spans, dtype=torch.int64, device=device)
+        request_numbers = torch.empty(
+            len(fillers), key.requests + key.spans, dtype=torch.int64, device=device
+        )
         write(request_numbers, [padded([], 0, filler, key) for filler in fillers])
         prompt_numbers = None
         if key.rows:
@@ -307,16 +404,29 @@ class StepGraphs:
             drafts = step.propose(rows, computed)
             if drafts is None:
                 return GraphOutput(computed.columns, computed.table, None, False, key.requests)
-            return GraphOutput(computed.columns, computed.table, drafts.num_draft_tokens, drafts.tree is not None, key.requests)
+            return GraphOutput(
+                computed.columns,
+                computed.table,
+                drafts.num_draft_tokens,
+                drafts.tree is not None,
+                key.requests,
+            )
 
         try:
-            self.recorded[key] = CapturedGraph(request_numbers, prompt_numbers, layout, *self.recorder.capture(body))
+            self.recorded[key] = CapturedGraph(
+                request_numbers, prompt_numbers, layout, *self.recorder.capture(body)
+            )
             log.debug("captured a step: %s", key)
         except CaptureFailed as failure:
             self.recorded[key] = None
             why = failure.__cause__ or failure
             first = str(why).partition("\n")[0]
-            log.warning("a step cannot be captured and is launched each time: %s: %s: %s", key, type(why).__name__, first)
+            log.warning(
+                "a step cannot be captured and is launched each time: %s: %s: %s",
+                key,
+                type(why).__name__,
+                first,
+            )
         return self.recorded[key]
 
     def layout(self, key: GraphKey) -> RowLayout:
@@ -325,7 +435,9 @@ class StepGraphs:
         spans = ((1, key.width - 1, True),) * key.requests
         return row_layout.__wrapped__(spans, self.step.seats.device, sizes.depth if sizes.branching else None)
 
-    def rows(self, key: GraphKey, request_numbers: Tensor, prompt_numbers: Tensor | None, layout: RowLayout | None) -> BatchInputs:
+    def rows(
+        self, key: GraphKey, request_numbers: Tensor, prompt_numbers: Tensor | None, layout: RowLayout | None
+    ) -> BatchInputs:
         """`request_numbers`, `prompt_numbers`, `layout`: see Recorded."""
         parts, resumed = list(request_numbers.unbind(0)), None
         req_indices, num_steps, max_draft_tokens = parts[:3]
@@ -333,7 +445,10 @@ class StepGraphs:
         if prompt_numbers is not None:
             lengths, real, after_others = prompt_numbers.unbind(0)
             prompts = prompt_layout(lengths, real, key.rows)
-            layout, resumed = prompts if layout is None else mixed_layout(layout, prompts), after_others if key.resumed else None
+            layout, resumed = (
+                prompts if layout is None else mixed_layout(layout, prompts),
+                after_others if key.resumed else None,
+            )
         assert layout is not None
         return BatchInputs(
             layout,

@@ -1,4 +1,5 @@
-"""Where a step's time goes, by the marks that runtime/step sets. Only for steps that are launched: a captured one is a single launch."""
+"""Where a step's time goes, by the marks that runtime/step sets. Only for steps that are launched: a captured
+one is a single launch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 
 
 class PartClock:
-    """Step.mark. On a GPU the times are the stream's own, idle times included; otherwise the host's, which computes."""
+    """Step.mark. On a GPU the times are the stream's own, idle times included; otherwise the host's, which
+    computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.last = device, perf_counter()

@@ -1,4 +1,5 @@
-"""Rows of prompts in a captured step: as many as the graph has, whatever the prompts' lengths, alone or after those that decode.
+"""Rows of prompts in a captured step: as many as the graph has, whatever the prompts' lengths, alone or after
+those that decode.
 
     3 requests that decode, two rows each     2 prompts of 3 and 2 rows, padded to 3 spans and 8 rows
     rows     x x | x x | x x                  a a a | b b | - - -
@@ -12,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-# Rows of prompts in one graph, and spans, of which at least one pads it: it has the rows that are left over. With more rows a GPU takes
-# longer than the launches.
+# Rows of prompts in one graph, and spans, of which at least one pads it: it has the rows that are left over.
+# With more rows a GPU takes longer than the launches.
 PROMPTS = ((64, 8), (128, 16), (192, 16), (256, 32), (384, 32), (512, 32), (768, 64), (1024, 64))
-# The same where requests decode in the same pass: fewer, since there is one of each for each number of these requests.
+# The same where requests decode in the same pass: fewer, since there is one of each for each number of these
+# requests.
 MIXED_PROMPTS = ((64, 8), (192, 8), (384, 16), (1024, 32))
 
 
@@ -27,14 +29,19 @@ class Prompts:
     resumed: Seq[int]
 
     def bucket(self, sizes: Seq[tuple[int, int]]) -> tuple[int, int] | None:
-        """Rows and spans of the smallest of `sizes` that holds them. None: there are too many rows, or prompts."""
+        """Rows and spans of the smallest of `sizes` that holds them. None: there are too many rows, or
+        prompts."""
         number, total = len(self.lengths), sum(self.lengths)
-        return next(((rows, spans) for rows, spans in sizes if number < spans and total + spans - number <= rows), None)
+        return next(
+            ((rows, spans) for rows, spans in sizes if number < spans and total + spans - number <= rows),
+            None,
+        )
 
 
 def padded_prompts(prompts: Prompts, rows: int, spans: int, decoding: int) -> list[list[int]]:
-    """Of the prompts of a graph, `spans` each: their rows, whether they are real, and the numbers of those spans that are `resumed`,
-    repeated as often as needed; `decoding` spans come before them. What pads it has a row each; the last one those that are left over."""
+    """Of the prompts of a graph, `spans` each: their rows, whether they are real, and the numbers of those
+    spans that are `resumed`, repeated as often as needed; `decoding` spans come before them. What pads it has
+    a row each; the last one those that are left over."""
     lengths, padding = list(prompts.lengths), spans - len(prompts.lengths)
     padded = [*lengths, *[1] * (padding - 1), rows - sum(lengths) - padding + 1]
     resumed = [decoding + span for span in prompts.resumed or [spans - 1]]

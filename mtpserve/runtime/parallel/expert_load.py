@@ -14,8 +14,8 @@ EVERY_S = 10.0  # between two writings, while there is work
 
 
 class ExpertLoad:
-    """JSON: {"3": [rows that chose expert 0, …], …}, of the rows that this engine's requests had. What the trial at start computes is not
-    counted."""
+    """JSON: {"3": [rows that chose expert 0, …], …}, of the rows that this engine's requests had. What the
+    trial at start computes is not counted."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.written = file, monotonic()
@@ -32,6 +32,8 @@ class ExpertLoad:
             self.started, self.counts = True, {}
         elif self.counts and (idle or monotonic() - self.written > EVERY_S):
             new_file = self.file.with_name(f"{self.file.name}.new")
-            new_file.write_text(json.dumps({layer: self.counts[layer].tolist() for layer in sorted(self.counts)}) + "\n")
+            new_file.write_text(
+                json.dumps({layer: self.counts[layer].tolist() for layer in sorted(self.counts)}) + "\n"
+            )
             os.replace(new_file, self.file)
             self.written = monotonic()

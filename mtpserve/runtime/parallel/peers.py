@@ -1,5 +1,6 @@
-"""Engines that share their experts, by torch.distributed: gloo for what the hosts tell each other and for rows on CPUs, NCCL for those on
-GPUs. Implements `core.parallel.Peers`. The groups are made without torch.distributed's default one, which is that of an engine's ranks."""
+"""Engines that share their experts, by torch.distributed: gloo for what the hosts tell each other and for
+rows on CPUs, NCCL for those on GPUs. Implements `core.parallel.Peers`. The groups are made without
+torch.distributed's default one, which is that of an engine's ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ LOADING_S = 3600.0  # how long the first one that has loaded its weights waits f
 
 
 class TorchPeers:
-    """Waits until all are there. `meeting`: a file that all of them can write and that none of an earlier group has used. Raises
-    EngineDead."""
+    """Waits until all are there. `meeting`: a file that all of them can write and that none of an earlier
+    group has used. Raises EngineDead."""
 
     def __init__(self, rank: int, size: int, device: torch.device, meeting: str) -> None:
         self.rank, self.size = rank, size
@@ -32,13 +33,17 @@ class TorchPeers:
             store.set(f"loaded {rank}", "")
             store.wait([f"loaded {peer}" for peer in range(size)], timedelta(seconds=LOADING_S))
             patience = timedelta(seconds=PATIENCE_S)
-            self.hosts = self.devices = C10D.ProcessGroupGloo(C10D.PrefixStore("hosts", store), rank, size, patience)
+            self.hosts = self.devices = C10D.ProcessGroupGloo(
+                C10D.PrefixStore("hosts", store), rank, size, patience
+            )
             if device.type == "cuda":
                 options = C10D.ProcessGroupNCCL.Options()
                 options._timeout = patience
                 self.devices = C10D.ProcessGroupNCCL(C10D.PrefixStore("devices", store), rank, size, options)
         except RuntimeError as error:
-            raise EngineDead(f"the engines that share their experts did not meet: {first_line(error)}") from error
+            raise EngineDead(
+                f"the engines that share their experts did not meet: {first_line(error)}"
+            ) from error
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(numbers)
@@ -59,7 +64,10 @@ class TorchPeers:
 
 
 def gone(error: RuntimeError) -> str:
-    return f"an engine that has a part of the experts is gone, or did not answer in {PATIENCE_S:g} s: {first_line(error)}"
+    return (
+        f"an engine that has a part of the experts is gone, or did not answer in {PATIENCE_S:g} s: "
+        f"{first_line(error)}"
+    )
 
 
 def first_line(error: RuntimeError) -> str:

@@ -1,4 +1,5 @@
-"""How the processes of one machine that compute a model together sum and gather: core.protocols.parallel.Ranks.
+"""How the processes of one machine that compute a model together sum and gather:
+core.protocols.parallel.Ranks.
 
 on GPUs    NCCL, also inside captured steps
 on CPUs    shared memory (mtpserve_kernels.cpu.ranks): microseconds; where its kernels are not there gloo, which takes half a millisecond
@@ -21,7 +22,8 @@ from mtpserve.core.errors import ConfigError
 
 PATIENCE_S = 600.0  # how long a rank waits for the others: they may compile kernels
 HERE = "127.0.0.1"
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # they would listen on the network otherwise
+# they would listen on the network otherwise
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def shares_memory(device: torch.device) -> bool:
@@ -40,27 +42,38 @@ def shared(file: int, rank: int, size: int) -> Exchange:
 
 
 def meeting_place(size: int) -> TCPStore:
-    """Where the ranks of torch.distributed find each other: rank 0's, its `port` is for the others. Reached from this machine alone."""
+    """Where the ranks of torch.distributed find each other: rank 0's, its `port` is for the others. Reached
+    from this machine alone."""
     listener = socket.create_server((HERE, 0))
     port = listener.getsockname()[1]
-    return TCPStore(HERE, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        HERE, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 class TorchRanks:
-    """By torch.distributed: waits until all ranks are there. `store`: rank 0's; the others find it at `port`. Raises ConfigError."""
+    """By torch.distributed: waits until all ranks are there. `store`: rank 0's; the others find it at `port`.
+    Raises ConfigError."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, port: int, store: TCPStore | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, port: int, store: TCPStore | None = None
+    ) -> None:
         if dist.is_initialized():
-            raise ConfigError("--tensor-parallel-size needs torch.distributed, which this process uses already")
+            raise ConfigError(
+                "--tensor-parallel-size needs torch.distributed, which this process uses already"
+            )
         for name, interface in LOOPBACK.items():
             os.environ.setdefault(name, interface)
         self.rank, self.size, self.nccl = rank, size, device.type == "cuda"
         self.backend = "nccl" if self.nccl else "gloo"
-        dist.init_process_group(self.backend, store=store or TCPStore(HERE, port, size), rank=rank, world_size=size)
+        dist.init_process_group(
+            self.backend, store=store or TCPStore(HERE, port, size), rank=rank, world_size=size
+        )
         self.sum(torch.zeros(1, device=device))  # NCCL connects now, and not in a step that is captured
 
     def sum(self, x: Tensor) -> Tensor:
-        """NCCL has an order of its own, the same for all ranks: its sum comes to all of them from one place."""
+        """NCCL has an order of its own, the same for all ranks: its sum comes to all of them from one
+        place."""
         if self.nccl:
             x = x.contiguous()
             dist.all_reduce(x)

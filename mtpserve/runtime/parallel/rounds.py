@@ -1,21 +1,25 @@
-"""Mixture-of-experts layers whose experts are spread over several engines. Implements `core.parallel.SpreadExperts`.
+"""Mixture-of-experts layers whose experts are spread over several engines. Implements
+`core.parallel.SpreadExperts`.
 
-Each engine has requests and a schedule of its own, and comes to its layers when it comes to them. Nothing is agreed on: whenever
-any of them computes such a layer, all take part in a round.
+Each engine has requests and a schedule of its own, and comes to its layers when it comes to them. Nothing is
+agreed on: whenever any of them computes such a layer, all take part in a round.
 
     1. gather    which layer each one is at, none where it has nothing to compute, and how many rows it sends to each of the others
     2. swap      its rows, and for each which of the receiver's experts are wanted
     3.           each computes its experts for the rows that came, of each sender by the sender's layer
     4. swap      what each expert made of each row, back
 
-So one may be in the first of these layers while another is in the last one, or in one that proposes tokens, and a third has no request at
-all. One that has finished its step goes on without rows, until nobody has any: all know from the same gather that all have finished.
+So one may be in the first of these layers while another is in the last one, or in one that proposes tokens,
+and a third has no request at all. One that has finished its step goes on without rows, until nobody has any:
+all know from the same gather that all have finished.
 
-A row's weighted sum is taken where the row is (layers/moe), in the order of the experts' numbers: who else took part does not change it.
+A row's weighted sum is taken where the row is (layers/moe), in the order of the experts' numbers: who else
+took part does not change it.
 
-Of engines with several ranks those of one number are peers, and ranks of other numbers have rounds of their own: all ranks of an engine
-have the same rows, each asks for the experts that its peers have, and the sum over the ranks, which ends such a layer in any case, has all
-of them. The ranks of an engine come to the same layers in the same order, so that the n-th round is at the same place in each of them.
+Of engines with several ranks those of one number are peers, and ranks of other numbers have rounds of their
+own: all ranks of an engine have the same rows, each asks for the experts that its peers have, and the sum
+over the ranks, which ends such a layer in any case, has all of them. The ranks of an engine come to the same
+layers in the same order, so that the n-th round is at the same place in each of them.
 """
 
 from __future__ import annotations
@@ -43,10 +47,12 @@ class Rounds:
     def __init__(self, placement: ExpertPlacement, load: ExpertLoad | None = None) -> None:
         self.placement, self.load = placement, load
         self.computes: dict[int, ComputeExperts] = {}
-        self.places: dict[int, Tensor] = {}  # [2, experts]: the peer that has each, -1: none, and its number there
+        # [2, experts]: the peer that has each, -1: none, and its number there
+        self.places: dict[int, Tensor] = {}
 
     def join(self, peers: Peers, hidden: int, top_k: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Before the first layer is computed. In all of a model's layers rows have `hidden` numbers in `dtype`, and `top_k` experts."""
+        """Before the first layer is computed. In all of a model's layers rows have `hidden` numbers in
+        `dtype`, and `top_k` experts."""
         self.peers, self.hidden, self.top_k, self.dtype, self.device = peers, hidden, top_k, dtype, device
         self.places = {layer: places.to(device) for layer, places in self.places.items()}
 
@@ -77,14 +83,20 @@ class Rounds:
         nothing = torch.empty(0, self.hidden, dtype=self.dtype, device=self.device)
         none = [0] * self.peers.size
         idle = True
-        while self.round(DONE, nothing, nothing.new_empty(0, self.top_k, dtype=torch.int64), none, none) is not None:
+        while (
+            self.round(DONE, nothing, nothing.new_empty(0, self.top_k, dtype=torch.int64), none, none)
+            is not None
+        ):
             idle = False
         if self.load is not None:
             self.load.tick(idle)
 
-    def round(self, layer: int, x: Tensor, wanted: Tensor, rows: Sequence[int], pairs: Sequence[int]) -> Tensor | None:
-        """x [n, hidden] and wanted [n, top_k], numbers of the receiver's experts or -1, for each rank so many `rows`, in which it finds so
-        many `pairs` of a row and an expert → [pairs, hidden], what the experts made of them. None: all have finished.
+    def round(
+        self, layer: int, x: Tensor, wanted: Tensor, rows: Sequence[int], pairs: Sequence[int]
+    ) -> Tensor | None:
+        """x [n, hidden] and wanted [n, top_k], numbers of the receiver's experts or -1, for each rank so many
+        `rows`, in which it finds so many `pairs` of a row and an expert → [pairs, hidden], what the experts
+        made of them. None: all have finished.
 
         Raises EngineDead for whatever fails here: the others wait for what will not come."""
         try:
@@ -92,9 +104,13 @@ class Rounds:
         except EngineDead:
             raise
         except Exception as error:
-            raise EngineDead(f"engines that share their experts failed to exchange rows: {type(error).__name__}: {error}") from error
+            raise EngineDead(
+                f"engines that share their experts failed to exchange rows: {type(error).__name__}: {error}"
+            ) from error
 
-    def _round(self, layer: int, x: Tensor, wanted: Tensor, rows: Sequence[int], pairs: Sequence[int]) -> Tensor | None:
+    def _round(
+        self, layer: int, x: Tensor, wanted: Tensor, rows: Sequence[int], pairs: Sequence[int]
+    ) -> Tensor | None:
         PULSE.beat()
         peers = self.peers
         layers, sent = zip(*((first, counts) for first, *counts in peers.gather([layer, *rows])), strict=True)
@@ -105,13 +121,20 @@ class Rounds:
         payload = torch.cat([as_bytes(x), as_bytes(wanted.int())], 1)
         taken = peers.swap(payload, rows, received)
         width = taken.shape[1] - 4 * self.top_k
-        theirs, topk_ids = taken[:, :width].contiguous().view(self.dtype), taken[:, width:].contiguous().view(torch.int32)
+        theirs, topk_ids = (
+            taken[:, :width].contiguous().view(self.dtype),
+            taken[:, width:].contiguous().view(torch.int32),
+        )
         outputs = self.compute(layers, received, theirs, topk_ids)
-        of_sender = [int(part) for part in torch.stack([(part >= 0).sum() for part in topk_ids.split(received)]).tolist()]
+        of_sender = [
+            int(part)
+            for part in torch.stack([(part >= 0).sum() for part in topk_ids.split(received)]).tolist()
+        ]
         return peers.swap(as_bytes(outputs), of_sender, pairs).view(self.dtype)
 
     def compute(self, layers: Sequence[int], received: Sequence[int], x: Tensor, topk_ids: Tensor) -> Tensor:
-        """x [n, hidden], topk_ids [n, top_k] from senders at `layers`, `received` from each → [pairs, hidden]."""
+        """x [n, hidden], topk_ids [n, top_k] from senders at `layers`, `received` from each → [pairs,
+        hidden]."""
         row, choice = (topk_ids >= 0).nonzero(as_tuple=True)
         expert = topk_ids[row, choice].long().unsqueeze(1)
         at = torch.tensor(layers).repeat_interleave(torch.tensor(received)).to(self.device)[row]

@@ -1,4 +1,5 @@
-"""Reads pages from the node that has computed them. What does not arrive whole is not there: the caller computes it."""
+"""Reads pages from the node that has computed them. What does not arrive whole is not there: the caller
+computes it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from mtpserve.cache.keys import Key
 from mtpserve.core.kv_transfer import PageSource
 from mtpserve.runtime.remote.nixl import Nixl
 from mtpserve.runtime.remote.shared_memory import Mapped
-from mtpserve.runtime.remote.wire import Done, Give, Given, Hello, WantPages, differing, receive, receive_into, send
+from mtpserve.runtime.remote.wire import (
+    Done,
+    Give,
+    Given,
+    Hello,
+    WantPages,
+    differing,
+    receive,
+    receive_into,
+    send,
+)
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +53,9 @@ class Fetched:
 
 
 class PageClient:
-    """For several threads. `seconds`: how long a request may wait for pages that are still being computed. `way`: auto: from the other
-    node's memory where that can be opened, else by TCP; shm, tcp: one of these alone. With `nixl`, by that from nodes that have it."""
+    """For several threads. `seconds`: how long a request may wait for pages that are still being computed.
+    `way`: auto: from the other node's memory where that can be opened, else by TCP; shm, tcp: one of these
+    alone. With `nixl`, by that from nodes that have it."""
 
     def __init__(self, facts: dict[str, str], seconds: float, way: str, nixl: Nixl | None = None) -> None:
         self._facts, self._seconds, self._way, self._nixl = facts, seconds, way, nixl
@@ -60,7 +72,13 @@ class PageClient:
             log.warning("%s: %s: the prompt is computed here", where, error or type(error).__name__)
         bad = sorted({why for why in pull.missing if why})
         if bad:
-            log.warning("%s: %d of %d are not there (%s)", where, sum(map(bool, pull.missing)), len(wanted), ", ".join(bad))
+            log.warning(
+                "%s: %d of %d are not there (%s)",
+                where,
+                sum(map(bool, pull.missing)),
+                len(wanted),
+                ", ".join(bad),
+            )
         return Fetched(pull.missing, perf_counter() - (pull.answered if source.waits else pull.began))
 
     def _talk(self, connection: socket.socket, source: PageSource, pull: Pull) -> None:
@@ -97,10 +115,15 @@ class PageClient:
         """How pages are taken from the other node's memory. None: they are not."""
         if self._nixl is not None and hello.nixl:
             return partial(pull.read, self._nixl, hello)
-        memory = None if self._way in ("tcp", "nixl") or hello.memory is None else self._mapped.open(hello.memory)
+        memory = (
+            None if self._way in ("tcp", "nixl") or hello.memory is None else self._mapped.open(hello.memory)
+        )
         if memory is None and self._way == "shm":
             pull.all_are("unreachable")
-            raise ValueError("--disaggregation-transfer-backend shm: its memory cannot be opened, since it is not on this machine")
+            raise ValueError(
+                "--disaggregation-transfer-backend shm: its memory cannot be opened, since it is "
+                "not on this machine"
+            )
         return None if memory is None else partial(pull.copy, memory)
 
 

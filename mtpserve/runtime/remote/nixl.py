@@ -1,5 +1,5 @@
-"""NIXL, which is an extra: pages are read from the other node's memory, over whatever joins the two (InfiniBand, RoCE, TCP, shared memory).
-UCX chooses, as UCX_TLS and UCX_NET_DEVICES let it."""
+"""NIXL, which is an extra: pages are read from the other node's memory, over whatever joins the two
+(InfiniBand, RoCE, TCP, shared memory). UCX chooses, as UCX_TLS and UCX_NET_DEVICES let it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,21 @@ POLL_S = 0.0002
 
 
 class Nixl:
-    """An agent that reads into `blocks`, and lets others read from them: uint8, in host memory. For several threads. Raises ConfigError
-    where NIXL is not installed, or does not start."""
+    """An agent that reads into `blocks`, and lets others read from them: uint8, in host memory. For several
+    threads. Raises ConfigError where NIXL is not installed, or does not start."""
 
     def __init__(self, blocks: Seq[Tensor]) -> None:
         api = _api()
         try:
             self._agent: Any = api.nixl_agent(uuid.uuid4().hex, api.nixl_agent_config(backends=["UCX"]))
-            self._agent.register_memory([(block.data_ptr(), block.numel(), 0, "") for block in blocks], "DRAM")
+            self._agent.register_memory(
+                [(block.data_ptr(), block.numel(), 0, "") for block in blocks], "DRAM"
+            )
             self.metadata: bytes = self._agent.get_agent_metadata()
         except Exception as error:  # its own kinds, of C++
-            raise ConfigError(f"--disaggregation-transfer-backend nixl: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"--disaggregation-transfer-backend nixl: {type(error).__name__}: {error}"
+            ) from error
         self._lock, self._peers = Lock(), OrderedDict[bytes, str]()
 
     def read(self, peer: bytes, places: Seq[tuple[int, int, int]], seconds: float) -> bool:
@@ -76,4 +80,6 @@ def _api() -> Any:
             return api
         except ImportError as error:
             log.debug("%s: %s", name, error)
-    raise ConfigError("--disaggregation-transfer-backend nixl needs NIXL: pip install nixl-cu12; auto and tcp need nothing")
+    raise ConfigError(
+        "--disaggregation-transfer-backend nixl needs NIXL: pip install nixl-cu12; auto and tcp need nothing"
+    )

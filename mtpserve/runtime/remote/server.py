@@ -28,16 +28,31 @@ TOGETHER = 32  # pages that are checked before the reader hears of them
 class PageServer:
     """`facts`: see Hello. Listens at once: raises ConfigError for an address that cannot be had."""
 
-    def __init__(self, host: str, port: int, facts: dict[str, str], blocks: SharedBlocks, leases: Leases, nixl: Nixl | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        facts: dict[str, str],
+        blocks: SharedBlocks,
+        leases: Leases,
+        nixl: Nixl | None = None,
+    ) -> None:
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             listener = socket.create_server((host, port), family=family, backlog=MOST)
         except OSError as error:
-            raise ConfigError(f"--disaggregation-bootstrap-port: cannot listen on {host} port {port}: {error.strerror}") from error
+            raise ConfigError(
+                f"--disaggregation-bootstrap-port: cannot listen on {host} port {port}: {error.strerror}"
+            ) from error
         self.host, self.port, self.engine = host, int(listener.getsockname()[1]), uuid.uuid4().hex
         log.info("pages for decode nodes: listening on %s port %d", host, self.port)
         self._end = weakref.finalize(self, _close, listener)
-        Thread(target=_listen, args=(listener, Readers(facts, blocks, leases, nixl)), name="page-server", daemon=True).start()
+        Thread(
+            target=_listen,
+            args=(listener, Readers(facts, blocks, leases, nixl)),
+            name="page-server",
+            daemon=True,
+        ).start()
 
     def close(self) -> None:
         self._end()
@@ -70,10 +85,14 @@ def _listen(listener: socket.socket, readers: Readers) -> None:
 class Readers:
     """What each connection does."""
 
-    def __init__(self, facts: dict[str, str], blocks: SharedBlocks, leases: Leases, nixl: Nixl | None) -> None:
+    def __init__(
+        self, facts: dict[str, str], blocks: SharedBlocks, leases: Leases, nixl: Nixl | None
+    ) -> None:
         self._blocks, self._leases = blocks, leases
         self._nixl = nixl  # as long as it lives, others read by it
-        self._hello = Hello(facts, blocks.address, b"" if nixl is None else nixl.metadata, blocks.whole.data_ptr())
+        self._hello = Hello(
+            facts, blocks.address, b"" if nixl is None else nixl.metadata, blocks.whole.data_ptr()
+        )
         self._views: list[Tensor] = blocks.blocks
 
     def serve(self, connection: socket.socket) -> None:

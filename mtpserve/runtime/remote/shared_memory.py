@@ -1,8 +1,10 @@
-"""Host memory that other processes of this user may read: a file without a name, which ends with the last process that has it open.
+"""Host memory that other processes of this user may read: a file without a name, which ends with the last
+process that has it open.
 
 | nonce | blocks of group 0 | blocks of group 1 | …          the nonce tells a reader that it has opened the memory that it means
 
-A block holds a page, whatever processes have computed it: with tensor parallel, the parts of all ranks side by side.
+A block holds a page, whatever processes have computed it: with tensor parallel, the parts of all ranks side
+by side.
 """
 
 from __future__ import annotations
@@ -43,10 +45,19 @@ def make_file() -> int:
 
 
 class SharedBlocks:
-    """`counts` of each group's blocks, and the bytes of a rank's part of one. `pin`: for a GPU's copies. `file`: what `make_file` made, the
-    same in all ranks; None: a new one. Raises ConfigError where there is too little."""
+    """`counts` of each group's blocks, and the bytes of a rank's part of one. `pin`: for a GPU's copies.
+    `file`: what `make_file` made, the same in all ranks; None: a new one. Raises ConfigError where there is
+    too little."""
 
-    def __init__(self, counts: Seq[int], parts: Seq[int], pin: bool, rank: int = 0, ranks: int = 1, file: int | None = None) -> None:
+    def __init__(
+        self,
+        counts: Seq[int],
+        parts: Seq[int],
+        pin: bool,
+        rank: int = 0,
+        ranks: int = 1,
+        file: int | None = None,
+    ) -> None:
         self._starts, self._sizes = [FRONT], [ranks * size for size in parts]
         for count, size in zip(counts, self._sizes, strict=True):
             self._starts.append(self._starts[-1] + count * size)
@@ -56,17 +67,25 @@ class SharedBlocks:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
             self._memory = mmap.mmap(descriptor, self._starts[-1])
         except OSError as error:
-            raise ConfigError(f"--kv-offload-gib: {self._starts[-1]} bytes cannot be shared: {error.strerror}") from error
+            raise ConfigError(
+                f"--kv-offload-gib: {self._starts[-1]} bytes cannot be shared: {error.strerror}"
+            ) from error
         if rank == 0:
             self._memory[:NONCE] = secrets.token_bytes(NONCE)
         self.whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         if pin:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.whole.data_ptr(), self.whole.numel(), 0))
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(self.whole.data_ptr(), self.whole.numel(), 0)
+            )
         self.blocks: list[Tensor] = [  # [blocks, bytes] of each group
             self.whole[start : start + count * size].view(count, size)
             for start, count, size in zip(self._starts, counts, self._sizes, strict=False)
         ]
-        self.own = [blocks.unflatten(1, (ranks, size))[:, rank] for blocks, size in zip(self.blocks, parts, strict=True)]  # of this rank
+        # of this rank
+        self.own = [
+            blocks.unflatten(1, (ranks, size))[:, rank]
+            for blocks, size in zip(self.blocks, parts, strict=True)
+        ]
         self.address = Address(os.getpid(), descriptor, self._starts[-1], self._memory[:NONCE])
 
     def place(self, group: int, block: int) -> tuple[int, int]:
@@ -98,7 +117,10 @@ def _opened(address: Address) -> np.ndarray | None:
     try:
         descriptor = os.open(f"/proc/{address.process}/fd/{address.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            meant = os.fstat(descriptor).st_size == address.size and os.pread(descriptor, NONCE, 0) == address.nonce
+            meant = (
+                os.fstat(descriptor).st_size == address.size
+                and os.pread(descriptor, NONCE, 0) == address.nonce
+            )
             if not meant or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 return None
             return np.frombuffer(mmap.mmap(descriptor, address.size, prot=mmap.PROT_READ), np.uint8)

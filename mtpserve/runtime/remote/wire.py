@@ -1,4 +1,5 @@
-"""What the two nodes say to each other over one TCP connection for each request: messages with their length in front, then bytes of pages.
+"""What the two nodes say to each other over one TCP connection for each request: messages with their length
+in front, then bytes of pages.
 
     reader → Hello        ← Hello       both compare all that pages depend on
     reader → WantPages    ← Give …      some pages in each, so that one node reads what the other one has checked; by TCP with their bytes
@@ -77,7 +78,8 @@ def send(connection: socket.socket, message: msgspec.Struct) -> None:
 
 
 def receive(connection: socket.socket, kind: type[M]) -> M:
-    """Raises OSError where the connection ends or waits for too long, ValueError for what is no such message."""
+    """Raises OSError where the connection ends or waits for too long, ValueError for what is no such
+    message."""
     (length,) = LENGTH.unpack(receive_into(connection, memoryview(bytearray(LENGTH.size))))
     if length > LONGEST:
         raise ValueError(f"a message of {length} bytes")

@@ -1,7 +1,8 @@
-"""Grammars in a step: each row's logits are masked by what may follow its own path. The grammars themselves are the text layer's.
+"""Grammars in a step: each row's logits are masked by what may follow its own path. The grammars themselves
+are the text layer's.
 
-A grammar's state is that of the committed output and lives in the request's record; a path is tried from it and taken back, so a
-rejected path leaves no trace.
+A grammar's state is that of the committed output and lives in the request's record; a path is tried from it
+and taken back, so a rejected path leaves no trace.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class GrammarRules:
     def __init__(self, requests: Seq[RunnerRequest], vocab: int) -> None:
         """The grammars were advanced to the end of what was read."""
         self.vocab = vocab
-        self.by_seat: dict[int, Grammar] = {request.req_idx: request.grammar for request in requests if request.grammar is not None}
+        self.by_seat: dict[int, Grammar] = {
+            request.req_idx: request.grammar for request in requests if request.grammar is not None
+        }
 
     def __bool__(self) -> bool:
         return bool(self.by_seat)
@@ -42,7 +45,8 @@ class GrammarRules:
             done += len(rows)
         allowed = pinned(self.unpacked(words), logits.device).to(logits.device, non_blocking=True)
         masked = logits[order].masked_fill(~allowed, -torch.inf)
-        # Where other rules leave nothing that the grammar allows, the grammar wins: min_tokens cannot prolong finished JSON.
+        # Where other rules leave nothing that the grammar allows, the grammar wins: min_tokens cannot prolong
+        # finished JSON.
         empty = (masked == -torch.inf).all(-1, keepdim=True)
         logits = logits.clone()
         logits[order] = torch.where(empty, raw[order].masked_fill(~allowed, -torch.inf), masked)
@@ -54,7 +58,8 @@ class GrammarRules:
         return bits.flatten(1)[:, : self.vocab].bool()
 
     def forced(self, limit: int, seats: list[int], fresh: Mapping[int, list[int]]) -> list[list[int]] | None:
-        """Per seat the tokens that its grammar forces after what is committed; None where none of them has a grammar."""
+        """Per seat the tokens that its grammar forces after what is committed; None where none of them has a
+        grammar."""
         if not any(req_idx in self.by_seat for req_idx in seats):
             return None
         tokens = []

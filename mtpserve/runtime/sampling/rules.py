@@ -1,8 +1,10 @@
-"""What a request does to logits before temperature: bias, forbidden and allowed tokens, penalties, processors, its grammar.
+"""What a request does to logits before temperature: bias, forbidden and allowed tokens, penalties,
+processors, its grammar.
 
-Every rule looks at the tokens before the one that is chosen: the committed ones, and the path of proposed tokens that leads to the
-row. So it holds in the same way for plain decoding, for each place of a chain, for each node of a tree, and for the choice of the
-proposals themselves. A batch in which no request has a rule has no BatchRules and pays nothing.
+Every rule looks at the tokens before the one that is chosen: the committed ones, and the path of proposed
+tokens that leads to the row. So it holds in the same way for plain decoding, for each place of a chain, for
+each node of a tree, and for the choice of the proposals themselves. A batch in which no request has a rule
+has no BatchRules and pays nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +37,13 @@ class LogitRules:
         processors: Seq[LogitsProcessor],
         device: torch.device,
     ) -> None:
-        self.seats, self.vocab, self.eos_ids, self.processors, self.device = req_tensors, vocab, tuple(eos_ids), processors, device
+        self.seats, self.vocab, self.eos_ids, self.processors, self.device = (
+            req_tensors,
+            vocab,
+            tuple(eos_ids),
+            processors,
+            device,
+        )
         self.number = number
         self.bias: Tensor | None = None  # float32, added
         self.prompt: Tensor | None = None  # bool, is in the prompt
@@ -54,7 +62,8 @@ class LogitRules:
         return self.bias
 
     def count(self, req_idx: int, tokens: Tensor, prompt_len: int) -> None:
-        """Take up a request with penalties: `tokens` [n] on the device, output that it has already included."""
+        """Take up a request with penalties: `tokens` [n] on the device, output that it has already
+        included."""
         if self.prompt is None or self.counts is None:
             self.prompt = torch.zeros(self.number, self.vocab, dtype=torch.bool, device=self.device)
             self.counts = torch.zeros(self.number, self.vocab, dtype=torch.int64, device=self.device)
@@ -79,7 +88,8 @@ class LogitRules:
 
 
 def biases(request: RunnerRequest) -> dict[int, float]:
-    """Token → what its logit gets in every row of the request. Tokens that are not named get 0, or -inf where some are allowed."""
+    """Token → what its logit gets in every row of the request. Tokens that are not named get 0, or -inf where
+    some are allowed."""
     params = request.sampling
     bias_by_token = dict.fromkeys(params.allowed_token_ids, 0.0)
     others = -torch.inf if params.allowed_token_ids else 0.0
@@ -114,13 +124,17 @@ class Words:
 
 
 class BatchRules:
-    """The rules of one step's requests. Rows of requests without rules pass through unchanged, to the last bit."""
+    """The rules of one step's requests. Rows of requests without rules pass through unchanged, to the last
+    bit."""
 
-    def __init__(self, rules: LogitRules, requests: Seq[RunnerRequest], groups: RuleGroups, lists: Seq[Tensor]) -> None:
+    def __init__(
+        self, rules: LogitRules, requests: Seq[RunnerRequest], groups: RuleGroups, lists: Seq[Tensor]
+    ) -> None:
         """`lists` are those of the groups, on the device."""
         self.rules, self.seats = rules, rules.seats
         self.by_seat = {request.req_idx: request for request in requests}
-        self.fresh: dict[int, list[int]] = {}  # tokens committed by this step's verdict, which the records do not have yet
+        # tokens committed by this step's verdict, which the records do not have yet
+        self.fresh: dict[int, list[int]] = {}
         self.any_bias = any(request.has_bias for request in requests)
         self.any_penalty = any(request.has_penalty for request in requests)
         parts: Iterator[Tensor] = iter(lists)
@@ -142,7 +156,10 @@ class BatchRules:
         if not self.rules.processors and not self.grammars:
             return logits
         owners, paths = req_indices.tolist(), path.tolist()
-        since = [[*self.fresh.get(req_idx, ()), *row[:n]] for req_idx, row, n in zip(owners, paths, count.tolist(), strict=True)]
+        since = [
+            [*self.fresh.get(req_idx, ()), *row[:n]]
+            for req_idx, row, n in zip(owners, paths, count.tolist(), strict=True)
+        ]
         for processor in self.rules.processors:
             logits = self.customised(logits, processor, owners, since)
         return self.grammars.apply(logits, raw, owners, since)
@@ -152,7 +169,9 @@ class BatchRules:
         if self.any_penalty:
             assert self.rules.counts is not None
             place = torch.arange(verify_output.tokens.shape[1], device=verify_output.tokens.device)
-            mask = (place <= verify_output.num_accepted_tokens.unsqueeze(1)) & batch.samples.bool().unsqueeze(1)
+            mask = (place <= verify_output.num_accepted_tokens.unsqueeze(1)) & batch.samples.bool().unsqueeze(
+                1
+            )
             seats = batch.req_indices.unsqueeze(1).expand_as(verify_output.tokens)
             self.rules.counts.index_put_((seats, verify_output.tokens), mask.long(), accumulate=True)
         if self.rules.processors or self.grammars:
@@ -163,18 +182,25 @@ class BatchRules:
                 batch.samples.tolist(),
                 strict=True,
             )
-            self.fresh = {req_idx: tokens[: accepted + 1] if samples else [] for req_idx, tokens, accepted, samples in rows}
+            self.fresh = {
+                req_idx: tokens[: accepted + 1] if samples else []
+                for req_idx, tokens, accepted, samples in rows
+            }
 
     def forced(self, limit: int, req_indices: Tensor) -> tuple[Tensor, Tensor] | None:
         forced = self.grammars.forced(limit, req_indices.tolist(), self.fresh)
         if forced is None:
             return None
         padded = [tokens + [0] * (limit - len(tokens)) for tokens in forced]
-        return upload(padded, req_indices.device), upload([len(tokens) for tokens in forced], req_indices.device)
+        return upload(padded, req_indices.device), upload(
+            [len(tokens) for tokens in forced], req_indices.device
+        )
 
-    # -- the rules ------------------------------------------------------------------------------------------------------------
+    # -- the rules -------------------------------------------------------------------------------------------
 
-    def without_words(self, logits: Tensor, words: Words, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
+    def without_words(
+        self, logits: Tensor, words: Words, req_indices: Tensor, path: Tensor, count: Tensor
+    ) -> Tensor:
         """A word's last token is forbidden where the output ends with the rest of it."""
         owned, longest = torch.isin(req_indices, words.seats), max(map(len, words.before))
         length = self.seats.num_tokens[req_indices]
@@ -189,7 +215,9 @@ class BatchRules:
             logits[:, word[-1]].masked_fill_(same & (written >= before) & owned, -torch.inf)
         return logits
 
-    def without_end(self, logits: Tensor, ends: Tensor, owned: Tensor, req_indices: Tensor, count: Tensor) -> Tensor:
+    def without_end(
+        self, logits: Tensor, ends: Tensor, owned: Tensor, req_indices: Tensor, count: Tensor
+    ) -> Tensor:
         written = self.seats.num_tokens[req_indices] + count - self.seats.num_prompt_tokens(req_indices)
         early = owned & (written < self.rules.least[req_indices])
         logits = logits.clone()
@@ -197,7 +225,8 @@ class BatchRules:
         return logits
 
     def penalised(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
-        """Repetition as in CTRL (Keskar et al. 2019, https://arxiv.org/abs/1909.05858), frequency and presence as OpenAI documents."""
+        """Repetition as in CTRL (Keskar et al. 2019, https://arxiv.org/abs/1909.05858), frequency and
+        presence as OpenAI documents."""
         assert self.rules.prompt is not None and self.rules.counts is not None
         repetition, frequency, presence = self.rules.penalties[req_indices].unsqueeze(2).unbind(1)
         counts = self.rules.counts[req_indices]
@@ -208,16 +237,26 @@ class BatchRules:
         logits = torch.where(present | self.rules.prompt[req_indices], repeated, logits)
         return logits - frequency * counts - presence * present
 
-    def customised(self, logits: Tensor, processor: LogitsProcessor, owners: list[int], since: list[list[int]]) -> Tensor:
+    def customised(
+        self, logits: Tensor, processor: LogitsProcessor, owners: list[int], since: list[list[int]]
+    ) -> Tensor:
         """`owners` are the rows' requests, `since` the tokens between what the records have and the row."""
         out = logits.clone()
         for row, (req_idx, path) in enumerate(zip(owners, since, strict=True)):
             request = self.by_seat[req_idx]
             try:
-                new_logits = processor(request.tokens + path, request.num_prompt_tokens, request.sampling.custom_params, logits[row])
+                new_logits = processor(
+                    request.tokens + path,
+                    request.num_prompt_tokens,
+                    request.sampling.custom_params,
+                    logits[row],
+                )
                 out[row] = new_logits
             except Exception:
-                # The operator's code failed for this request: it ends, as one whose numbers went bad, and no other does.
-                log.exception("logits processor %s failed for request %s", type(processor).__name__, request.id)
+                # The operator's code failed for this request: it ends, as one whose numbers went bad, and no
+                # other does.
+                log.exception(
+                    "logits processor %s failed for request %s", type(processor).__name__, request.id
+                )
                 out[row].fill_(torch.nan)
         return out

@@ -1,11 +1,13 @@
-"""Logits to probabilities, per request: temperature, then top-k, top-p, min-p, each on what the one before it left; and the draws.
+"""Logits to probabilities, per request: temperature, then top-k, top-p, min-p, each on what the one before it
+left; and the draws.
 
-Acceptance and proposals use the same transforms, so that tokens are proposed by the law that decides about them. Random numbers are
-a function of (seed, index of the token, stream): the rest of the batch cannot change them.
+Acceptance and proposals use the same transforms, so that tokens are proposed by the law that decides about
+them. Random numbers are a function of (seed, index of the token, stream): the rest of the batch cannot change
+them.
 
-A token is drawn by a race: each has its probability divided by exponential noise of its own, and the largest wins. A race
-with the same noise over a similar distribution mostly has the same winner, so that a random choice can be guessed
-(Daliri et al. 2024, https://arxiv.org/abs/2408.07978).
+A token is drawn by a race: each has its probability divided by exponential noise of its own, and the largest
+wins. A race with the same noise over a similar distribution mostly has the same winner, so that a random
+choice can be guessed (Daliri et al. 2024, https://arxiv.org/abs/2408.07978).
 """
 
 from __future__ import annotations
@@ -51,9 +53,12 @@ class SamplingFeatures:
         )
 
     def rounded(self) -> SamplingFeatures:
-        """One for many: does the same for these requests, with a little more work, and there are few of them."""
+        """One for many: does the same for these requests, with a little more work, and there are few of
+        them."""
         if self.all_greedy:
-            return replace(self, any_greedy=True, largest_k=0, any_top_p=False, any_min_p=False, any_coupled=False)
+            return replace(
+                self, any_greedy=True, largest_k=0, any_top_p=False, any_min_p=False, any_coupled=False
+            )
         cuts = self.largest_k > 0 or self.any_top_p or self.any_min_p
         largest = max(64, 1 << (self.largest_k - 1).bit_length()) if cuts else 0
         return replace(self, any_greedy=True, largest_k=largest, any_top_p=cuts, any_min_p=cuts)
@@ -79,13 +84,21 @@ class SamplingState:
 
     @property
     def nbytes(self) -> int:
-        return self.numbers.nbytes + self.integers.nbytes + self.coupled.nbytes + self.rules.penalties.nbytes + self.rules.least.nbytes
+        return (
+            self.numbers.nbytes
+            + self.integers.nbytes
+            + self.coupled.nbytes
+            + self.rules.penalties.nbytes
+            + self.rules.least.nbytes
+        )
 
 
 class BatchSampler:
     """core.protocols.Sampler for the requests of one step."""
 
-    def __init__(self, seats: SamplingState, features: SamplingFeatures, rules: BatchRules | None = None) -> None:
+    def __init__(
+        self, seats: SamplingState, features: SamplingFeatures, rules: BatchRules | None = None
+    ) -> None:
         self.seats, self.asked, self.rules = seats, features, rules
 
     @property
@@ -107,7 +120,9 @@ class BatchSampler:
     @property
     def parameters(self) -> SamplingTensors:
         seats, cuts = self.seats, (self.asked.largest_k > 0, self.asked.any_top_p, self.asked.any_min_p)
-        return SamplingTensors(seats.temperature, seats.top_k, seats.top_p, seats.min_p, seats.seed, seats.coupled, *cuts)
+        return SamplingTensors(
+            seats.temperature, seats.top_k, seats.top_p, seats.min_p, seats.seed, seats.coupled, *cuts
+        )
 
     def processed(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
         return logits if self.rules is None else self.rules.apply(logits, req_indices, path, count)
@@ -167,7 +182,8 @@ def keep_top_k(logits: Tensor, k: Tensor, largest: int) -> Tensor:
 
 
 def keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest set of most likely tokens that holds top_p of the mass, renormalised; ties with its last stay in."""
+    """The smallest set of most likely tokens that holds top_p of the mass, renormalised; ties with its last
+    stay in."""
     ordered = p.sort(-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
     least = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
@@ -175,5 +191,6 @@ def keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
 
 
 def renormalised(p: Tensor, rows: Tensor) -> Tensor:
-    """The other rows stay as they are to the last bit: one request's parameters must not change another's numbers."""
+    """The other rows stay as they are to the last bit: one request's parameters must not change another's
+    numbers."""
     return p / p.sum(-1, keepdim=True).masked_fill(~rows, 1.0)

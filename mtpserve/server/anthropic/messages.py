@@ -24,7 +24,8 @@ from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
 
 RENAMED = {
-    "stop": "stop_sequences", ".function.parameters": ".input_schema", ".function": "", "response_format": "output_config.format",
+    "stop": "stop_sequences", ".function.parameters": ".input_schema", ".function": "",
+    "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }  # fmt: skip
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
@@ -49,8 +50,8 @@ AnyBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(Rendered):
-    """A prompt has as many tokens as the first three together. Nothing is written to the cache on request: it keeps every prompt, with
-    `cache_control` or without."""
+    """A prompt has as many tokens as the first three together. Nothing is written to the cache on request: it
+    keeps every prompt, with `cache_control` or without."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -131,7 +132,9 @@ class MessageAnswer:
         usage = MessageUsage(len(choice.request.prompt) - cached, cached, 0, len(choice.tokens))
         blocks, matched = [shown(block) for block in choice.blocks], choice.matched
         stop = matched if isinstance(matched, str) else None
-        return MessageObject(self.id, "message", "assistant", choice.service.model, blocks, self.stop_reason(stop), stop, usage)
+        return MessageObject(
+            self.id, "message", "assistant", choice.service.model, blocks, self.stop_reason(stop), stop, usage
+        )
 
     def stop_reason(self, stop: str | None) -> StopReason | None:
         """`stop` is the stop string that ended the answer."""
@@ -144,11 +147,17 @@ class MessageAnswer:
         return "tool_use" if choice.called else "end_turn" if stop is None else "stop_sequence"
 
     async def events(self) -> AsyncGenerator[list[MessageEvent], None]:
-        """Anthropic's: the message opens, its blocks open and close one after the other, and it closes with what ended it."""
+        """Anthropic's: the message opens, its blocks open and close one after the other, and it closes with
+        what ended it."""
         start: MessageObject | None = self.object()
         async with contextlib.aclosing(self.generation.steps()) as batches:
             async for steps in batches:
-                grown = [event for _, _, added in steps for index, text in added for event in self.grown(index, text)]
+                grown = [
+                    event
+                    for _, _, added in steps
+                    for index, text in added
+                    for event in self.grown(index, text)
+                ]
                 opening = [] if start is None else [MessageEvent("message_start", message=self._begun(start))]
                 if events := [*opening, *grown]:
                     yield events
@@ -171,7 +180,9 @@ class MessageAnswer:
             if self.opened:
                 yield MessageEvent("content_block_stop", index=self.opened - 1)
             self.opened += 1
-            yield MessageEvent("content_block_start", index=index, content_block=shown(replace(block, text="")))
+            yield MessageEvent(
+                "content_block_start", index=index, content_block=shown(replace(block, text=""))
+            )
         if text:
             yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
 
@@ -182,7 +193,11 @@ async def messages(request: Request, service: Served, body: MessagesRequest) -> 
     id = body.rid or f"msg_{uuid.uuid4().hex}"
     offer = body.offer()
     with renamed(RENAMED | offer.places):
-        answer = MessageAnswer(id, await continued(service, body.chat(offer), id, arrival, at_most=body.max_tokens), body.max_tokens)
+        answer = MessageAnswer(
+            id,
+            await continued(service, body.chat(offer), id, arrival, at_most=body.max_tokens),
+            body.max_tokens,
+        )
     if body.stream:
         return NamedEventStream(answer.events(), service.server_config.sse_keep_alive_interval)
     await unless_gone(request.receive, answer.generation.whole())
@@ -197,5 +212,7 @@ async def count_tokens(service: Served, body: CountRequest) -> Response:
     offer = body.offer()
     with renamed(RENAMED | offer.places):
         chat = body.chat(offer)
-        tokens = await service.encode_chat(await rendered(service, chat, asked_tools(service, chat, prompt_only=True)))
+        tokens = await service.encode_chat(
+            await rendered(service, chat, asked_tools(service, chat, prompt_only=True))
+        )
     return JSON(CountedTokens(len(tokens)))

@@ -11,7 +11,14 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import RANGES
 from mtpserve.server.chat import forms
 from mtpserve.server.chat.bodies import ChatRequest, SamplingFields
-from mtpserve.server.chat.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall, TextPart, TextParts
+from mtpserve.server.chat.conversation import (
+    MAX_MESSAGES,
+    CalledFunction,
+    ChatMessage,
+    MessageToolCall,
+    TextPart,
+    TextParts,
+)
 from mtpserve.server.chat.offers import Offer
 from mtpserve.server.http.errors import Unsupported
 from mtpserve.server.schema.base import Label, RequestId, Strict, Texts, Timeout
@@ -24,7 +31,8 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # in OpenAI's wor
 
 
 class ContentBlock(TextPart):
-    """`thinking` is of a block of reasoning; `id`, `name`, `input` of a tool_use; the others of a tool_result."""
+    """`thinking` is of a block of reasoning; `id`, `name`, `input` of a tool_use; the others of a
+    tool_result."""
 
     thinking: str | None = None
     id: Label | None = None
@@ -38,12 +46,23 @@ class ContentBlock(TextPart):
 CALL = {"id": forms.STRING, "name": forms.STRING, "input": forms.OBJECT}
 RESULT = {"tool_use_id": forms.STRING, "content": forms.or_null(forms.CONTENT)}
 OF_USER = (forms.TEXT_PART, forms.kind("tool_result", RESULT, ["tool_use_id"]))
-OF_ASSISTANT = (forms.TEXT_PART, forms.kind("tool_use", CALL, CALL), forms.kind("thinking"), forms.kind("redacted_thinking"))
+OF_ASSISTANT = (
+    forms.TEXT_PART,
+    forms.kind("tool_use", CALL, CALL),
+    forms.kind("thinking"),
+    forms.kind("redacted_thinking"),
+)
 
 
 DEMANDED: Schema = {  # what is demanded has to be there
     "anyOf": [
-        {"properties": {"tool_choice": {"anyOf": [NULL, {"type": "object", "properties": {"type": {"enum": ["auto", "none"]}}}]}}},
+        {
+            "properties": {
+                "tool_choice": {
+                    "anyOf": [NULL, {"type": "object", "properties": {"type": {"enum": ["auto", "none"]}}}]
+                }
+            }
+        },
         {"required": ["tools"], "properties": {"tools": {"type": "array", "minItems": 1}}},
     ]
 }
@@ -51,13 +70,22 @@ DEMANDED: Schema = {  # what is demanded has to be there
 
 def blocks(role: str, kinds: tuple[Schema, ...]) -> Schema:
     return {
-        "properties": {"role": {"const": role}, "content": {"anyOf": [forms.STRING, {"type": "array", "items": {"anyOf": list(kinds)}}]}}
+        "properties": {
+            "role": {"const": role},
+            "content": {"anyOf": [forms.STRING, {"type": "array", "items": {"anyOf": list(kinds)}}]},
+        }
     }
 
 
 class InputMessage(Strict):
     rules: ClassVar[tuple[Schema, ...]] = (
-        {"anyOf": [blocks("user", OF_USER), blocks("assistant", OF_ASSISTANT), blocks("system", (forms.TEXT_PART,))]},
+        {
+            "anyOf": [
+                blocks("user", OF_USER),
+                blocks("assistant", OF_ASSISTANT),
+                blocks("system", (forms.TEXT_PART,)),
+            ]
+        },
     )
 
     role: Literal["user", "assistant", "system"]
@@ -96,9 +124,16 @@ class ToolDefinition(Strict):
             "anyOf": [
                 {
                     "required": ["input_schema"],
-                    "properties": {"type": {"enum": [None, "custom"]}, "name": forms.FIELDS["name"], "input_schema": forms.OBJECT},
+                    "properties": {
+                        "type": {"enum": [None, "custom"]},
+                        "name": forms.FIELDS["name"],
+                        "input_schema": forms.OBJECT,
+                    },
                 },
-                {"required": ["type"], "properties": {"type": {"type": "string", "not": {"const": "custom"}}}},
+                {
+                    "required": ["type"],
+                    "properties": {"type": {"type": "string", "not": {"const": "custom"}}},
+                },
             ]
         },
     )
@@ -113,12 +148,19 @@ class ToolDefinition(Strict):
         """As OpenAI's."""
         if self.input_schema is None:
             raise InvalidRequest(f"{place}.input_schema: field required", f"{place}.input_schema")
-        fields = {"name": self.name, "description": self.description, "parameters": self.input_schema, "strict": self.strict}
+        fields = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict,
+        }
         return {name: value for name, value in fields.items() if value is not None}
 
 
 class ToolChoice(Strict):
-    rules: ClassVar[tuple[Schema, ...]] = ({"anyOf": [{"properties": {"type": {"enum": [*CHOICES]}}}, present("name")]},)
+    rules: ClassVar[tuple[Schema, ...]] = (
+        {"anyOf": [{"properties": {"type": {"enum": [*CHOICES]}}}, present("name")]},
+    )
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -156,7 +198,9 @@ class CountRequest(Strict):
     @classmethod
     def refuse_threads(cls, body: Any) -> Any:
         if isinstance(body, dict) and body.get("thread") is not None:
-            raise Unsupported("thread is not supported: this server keeps no messages, send all of them", "thread")
+            raise Unsupported(
+                "thread is not supported: this server keeps no messages, send all of them", "thread"
+            )
         return body
 
     def offer(self) -> Offer:
@@ -179,7 +223,10 @@ class CountRequest(Strict):
         # An assistant's message at the end is the beginning of the answer.
         goes_on = bool(messages) and messages[-1].role == "assistant"
         if goes_on and messages[-1].tool_calls:
-            raise InvalidRequest("messages: tool_use blocks in the last message need their tool_result blocks after it", "messages")
+            raise InvalidRequest(
+                "messages: tool_use blocks in the last message need their tool_result blocks after it",
+                "messages",
+            )
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
         switches = {} if thinks is None else dict.fromkeys(("thinking", "enable_thinking"), thinks)
         choice, output = self.tool_choice, self.output_config or OutputConfig()
@@ -199,7 +246,9 @@ class CountRequest(Strict):
         """As OpenAI's response_format."""
         new = None if self.output_config is None else self.output_config.format
         if new is not None and self.output_format is not None:
-            raise InvalidRequest("output_config.format and output_format are the same thing: give one of them", "output_format")
+            raise InvalidRequest(
+                "output_config.format and output_format are the same thing: give one of them", "output_format"
+            )
         form = new or self.output_format
         return None if form is None else {"type": "json_schema", "json_schema": {"schema": form.schema_}}
 
@@ -234,7 +283,9 @@ def spoken(message: InputMessage) -> list[ChatMessage]:
     if message.role == "assistant":
         return [answered(message.content)]
     messages = []
-    for of_tools, blocks in groupby(message.content, lambda block: message.role == "user" and block.type == "tool_result"):
+    for of_tools, blocks in groupby(
+        message.content, lambda block: message.role == "user" and block.type == "tool_result"
+    ):
         if of_tools:
             messages += [result(block) for block in blocks]
         else:
@@ -246,7 +297,12 @@ def answered(blocks: list[ContentBlock]) -> ChatMessage:
     texts = [block for block in blocks if block.type not in ("thinking", "redacted_thinking", "tool_use")]
     reasoning = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
     calls = [used(block) for block in blocks if block.type == "tool_use"]
-    return ChatMessage(role="assistant", content=text_of(texts, "messages"), reasoning_content=reasoning or None, tool_calls=calls or None)
+    return ChatMessage(
+        role="assistant",
+        content=text_of(texts, "messages"),
+        reasoning_content=reasoning or None,
+        tool_calls=calls or None,
+    )
 
 
 def used(block: ContentBlock) -> MessageToolCall:
@@ -260,7 +316,9 @@ def result(block: ContentBlock) -> ChatMessage:
     if block.tool_use_id is None:
         raise InvalidRequest("messages: a tool_result block needs tool_use_id", "messages")
     text = text_of(block.content or "", "messages")
-    return ChatMessage(role="tool", content=f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id)
+    return ChatMessage(
+        role="tool", content=f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id
+    )
 
 
 def text_of(content: str | list[TextPart] | list[ContentBlock], field: str) -> str:

@@ -1,1 +1,2 @@
-"""What every dialect becomes: a conversation, its prompt, and its generation as blocks of text, reasoning and tool calls."""
+"""What every dialect becomes: a conversation, its prompt, and its generation as blocks of text, reasoning and
+tool calls."""

@@ -1,4 +1,5 @@
-"""The bodies of /v1/completions and /v1/chat/completions, and their way to SamplingParams. Other APIs are converted to a ChatRequest."""
+"""The bodies of /v1/completions and /v1/chat/completions, and their way to SamplingParams. Other APIs are
+converted to a ChatRequest."""
 
 from __future__ import annotations
 
@@ -36,14 +37,18 @@ TEXTS: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1, "m
 
 
 NOT_BOTH_ENDS: Schema = {
-    "anyOf": [{"properties": {name: {"enum": [None, False]}}} for name in ("continue_final_message", "add_generation_prompt")]
+    "anyOf": [
+        {"properties": {name: {"enum": [None, False]}}}
+        for name in ("continue_final_message", "add_generation_prompt")
+    ]
 }
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # OpenAI pads its chunks against eavesdroppers; there is nothing to leave out here
+    # OpenAI pads its chunks against eavesdroppers; there is nothing to leave out here
+    include_obfuscation: bool | None = None
 
 
 class SpeculativeOptions(Strict):
@@ -57,7 +62,8 @@ class SpeculativeOptions(Strict):
 
 
 class SamplingFields(Salted):
-    """What every conversation may ask of sampling and of the prefix cache, in the words of both peers. None: not given."""
+    """What every conversation may ask of sampling and of the prefix cache, in the words of both peers. None:
+    not given."""
 
     shapes: ClassVar[dict[str, Schema]] = {"prediction": {"anyOf": [forms.PREDICTION]}}
 
@@ -132,9 +138,14 @@ class GenerationRequest(SamplingFields, TransferFields):
             raise InvalidRequest(f"n must be in [1, {MAX_CHOICES}], got {self.choices}", "n")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
-        if self.truncate_prompt_tokens is not None and (self.truncate_prompt_tokens < -1 or self.truncate_prompt_tokens == 0):
+        if self.truncate_prompt_tokens is not None and (
+            self.truncate_prompt_tokens < -1 or self.truncate_prompt_tokens == 0
+        ):
             limit = self.truncate_prompt_tokens
-            raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {limit}", "truncate_prompt_tokens")
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {limit}",
+                "truncate_prompt_tokens",
+            )
         if self.rid is not None and self.request_id is not None:
             raise InvalidRequest("rid and request_id name the same thing: give one of them", "request_id")
 
@@ -182,7 +193,9 @@ class GenerationRequest(SamplingFields, TransferFields):
     def sampling(self, defaults: dict[str, float | int], max_tokens: int | None) -> SamplingParams:
         """`defaults` are the model's own recommendations; what the request says goes before them."""
         values = {name: getattr(self, name) for name in GIVEN}
-        params: dict[str, Any] = defaults | {name: value for name, value in values.items() if value is not None}
+        params: dict[str, Any] = defaults | {
+            name: value for name, value in values.items() if value is not None
+        }
         if self.keeps:  # a router that asks for the prompt alone leaves it in
             params.pop("min_tokens", None)
         return SamplingParams(
@@ -198,7 +211,9 @@ class GenerationRequest(SamplingFields, TransferFields):
             bad_words=texts("bad_words", self.bad_words or ()),
             logprobs=self.top_logprobs_wanted,
             prompt_logprobs=self.prompt_logprobs,
-            grammar=constraint({name: getattr(self, name) for name in (*NATIVE, "response_format", "structured_outputs")}),
+            grammar=constraint(
+                {name: getattr(self, name) for name in (*NATIVE, "response_format", "structured_outputs")}
+            ),
             custom_params=custom(self.custom_params or {}),
             speculation=self.speculation(),
             **params,
@@ -207,7 +222,8 @@ class GenerationRequest(SamplingFields, TransferFields):
 
 # Fields of SamplingParams whose own default holds where nothing is given.
 GIVEN = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens", "priority",
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "min_tokens", "priority",
 )  # fmt: skip
 
 
@@ -215,12 +231,19 @@ class CompletionRequest(GenerationRequest):
     column = "completions"
     shapes: ClassVar[dict[str, Schema]] = {
         "prompt": {
-            "anyOf": [{"type": "string"}, TEXTS, PROMPT, {"type": "array", "items": PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS}]
+            "anyOf": [
+                {"type": "string"},
+                TEXTS,
+                PROMPT,
+                {"type": "array", "items": PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS},
+            ]
         },
         "max_tokens": SAMPLING["max_tokens"] | {"minimum": 0},
         "suffix": {"maxLength": 0},
     }
-    rules: ClassVar[tuple[Schema, ...]] = (needs("max_tokens", "echo", unless={"anyOf": [NULL, {"type": "integer", "minimum": 1}]}),)
+    rules: ClassVar[tuple[Schema, ...]] = (
+        needs("max_tokens", "echo", unless={"anyOf": [NULL, {"type": "integer", "minimum": 1}]}),
+    )
 
     prompt: Annotated[
         str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)],
@@ -234,17 +257,26 @@ class CompletionRequest(GenerationRequest):
     def check(self) -> None:
         GenerationRequest.check(self)
         if self.suffix:
-            raise Unsupported("suffix is not supported: this server has no fill-in-the-middle template", "suffix")
+            raise Unsupported(
+                "suffix is not supported: this server has no fill-in-the-middle template", "suffix"
+            )
         if not self.choices <= self.generated <= MAX_CHOICES:
-            raise InvalidRequest(f"best_of must be in [n = {self.choices}, {MAX_CHOICES}], got {self.best_of}", "best_of")
+            raise InvalidRequest(
+                f"best_of must be in [n = {self.choices}, {MAX_CHOICES}], got {self.best_of}", "best_of"
+            )
         if self.selects and self.stream:
-            raise InvalidRequest(f"best_of {self.best_of} > n = {self.choices} excludes stream: the best are known at the end", "best_of")
+            raise InvalidRequest(
+                f"best_of {self.best_of} > n = {self.choices} excludes stream: the best are known at the end",
+                "best_of",
+            )
         if len(self.prompts) * self.generated > MAX_SEQUENCES:
             field = "best_of" if self.selects else "n"
             count = f"{len(self.prompts)} prompts with {field} = {self.generated}"
             raise InvalidRequest(f"prompt asks for {count}; at most {MAX_SEQUENCES} texts are allowed", field)
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest("max_tokens must be at least 1, or 0 together with echo, got 0", "max_tokens")
+            raise InvalidRequest(
+                "max_tokens must be at least 1, or 0 together with echo, got 0", "max_tokens"
+            )
 
     @property
     def generated(self) -> int:
@@ -260,7 +292,8 @@ class CompletionRequest(GenerationRequest):
 
     def sampling(self, defaults: dict[str, float | int], max_tokens: int | None) -> SamplingParams:
         params = GenerationRequest.sampling(self, defaults, max_tokens)
-        return replace(params, logprobs=params.logprobs or 0) if self.selects else params  # by which the best are known
+        # by which the best are known
+        return replace(params, logprobs=params.logprobs or 0) if self.selects else params
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -273,7 +306,9 @@ class CompletionRequest(GenerationRequest):
         if isinstance(prompt[0], int):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:
-            raise InvalidRequest(f"prompt has {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
+            raise InvalidRequest(
+                f"prompt has {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed", "prompt"
+            )
         return list(prompt)
 
 
@@ -328,12 +363,19 @@ class ChatRequest(GenerationRequest):
     def check(self) -> None:
         GenerationRequest.check(self)
         if self.best_of not in (None, 1, self.choices):
-            raise Unsupported(f"best_of is a field of completions, got {self.best_of} here: leave it out", "best_of")
+            raise Unsupported(
+                f"best_of is a field of completions, got {self.best_of} here: leave it out", "best_of"
+            )
         if self.continue_final_message:
             if self.add_generation_prompt:
-                raise InvalidRequest("continue_final_message excludes add_generation_prompt: give one of them", "continue_final_message")
+                raise InvalidRequest(
+                    "continue_final_message excludes add_generation_prompt: give one of them",
+                    "continue_final_message",
+                )
             if not self.messages or self.messages[-1].role != "assistant":
-                raise InvalidRequest("continue_final_message needs a last message of role assistant", "continue_final_message")
+                raise InvalidRequest(
+                    "continue_final_message needs a last message of role assistant", "continue_final_message"
+                )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         if (self.top_logprobs or 0) < 0:
@@ -357,7 +399,9 @@ class ChatRequest(GenerationRequest):
 
     @property
     def shows_reasoning(self) -> bool:
-        return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
+        return self.include_reasoning is not False and not (
+            self.reasoning is not None and self.reasoning.exclude
+        )
 
     @property
     def top_logprobs_wanted(self) -> int | None:

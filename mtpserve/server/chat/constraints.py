@@ -1,6 +1,8 @@
-"""What a body says about the form of the output, in OpenAI's, SGLang's and vLLM's spellings, as one GrammarSpec.
+"""What a body says about the form of the output, in OpenAI's, SGLang's and vLLM's spellings, as one
+GrammarSpec.
 
-Whether a schema or a grammar can be compiled is the engine's to say; here is looked at what is given, and how often.
+Whether a schema or a grammar can be compiled is the engine's to say; here is looked at what is given, and how
+often.
 """
 
 from __future__ import annotations
@@ -41,17 +43,25 @@ EXPECTED: dict[GrammarKind, tuple[tuple[type, ...], str]] = {
 
 
 def constraint(fields: dict[str, Any]) -> GrammarSpec | None:
-    """`fields`: response_format, structured_outputs and those of NATIVE. Raises InvalidRequest, also where there are two."""
+    """`fields`: response_format, structured_outputs and those of NATIVE. Raises InvalidRequest, also where
+    there are two."""
     grammars: dict[str, GrammarSpec] = {}
     for name, kind in NATIVE.items():
         if given(fields.get(name)):
             grammars[name] = spec(kind, fields[name], name, name)
-    if (format := fields.get("response_format")) is not None and (grammar := response_format(format)) is not None:
+    if (format := fields.get("response_format")) is not None and (
+        grammar := response_format(format)
+    ) is not None:
         grammars["response_format"] = grammar
     for name, value in structured(fields.get("structured_outputs")).items():
-        grammars[f"structured_outputs.{name}"] = spec(STRUCTURED[name], value, "structured_outputs", f"structured_outputs.{name}")
+        grammars[f"structured_outputs.{name}"] = spec(
+            STRUCTURED[name], value, "structured_outputs", f"structured_outputs.{name}"
+        )
     if len(grammars) > 1:
-        raise InvalidRequest(f"{' and '.join(grammars)} each constrain the output: give one of them", list(grammars)[1].split(".")[0])
+        raise InvalidRequest(
+            f"{' and '.join(grammars)} each constrain the output: give one of them",
+            list(grammars)[1].split(".")[0],
+        )
     return next(iter(grammars.values()), None)
 
 
@@ -63,14 +73,18 @@ def structured(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not value.keys() <= STRUCTURED.keys():
-        raise InvalidRequest(f"structured_outputs must be an object with one of {', '.join(STRUCTURED)}", "structured_outputs")
+        raise InvalidRequest(
+            f"structured_outputs must be an object with one of {', '.join(STRUCTURED)}", "structured_outputs"
+        )
     return {name: part for name, part in value.items() if given(part)}
 
 
 def spec(kind: GrammarKind, value: object, field: str, place: str) -> GrammarSpec:
     """`place` is the value's place in the body, `field` the body's own field."""
     types, expected = EXPECTED[kind]
-    if not isinstance(value, types) or (isinstance(value, list) and not all(isinstance(choice, str) for choice in value)):
+    if not isinstance(value, types) or (
+        isinstance(value, list) and not all(isinstance(choice, str) for choice in value)
+    ):
         raise InvalidRequest(f"{place} must be {expected}, got {type(value).__name__}", field)
     if kind == "json_object":
         return GrammarSpec(kind, field=field)
@@ -99,13 +113,17 @@ def response_format(value: Any) -> GrammarSpec | None:
             wrapped = value.get("json_schema")
             schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
             if not isinstance(schema, dict):
-                raise InvalidRequest("response_format.json_schema.schema must be an object", "response_format")
+                raise InvalidRequest(
+                    "response_format.json_schema.schema must be an object", "response_format"
+                )
             only(wrapped, {"name", "description", "schema", "strict"}, "response_format.json_schema")
             return spec("json_schema", schema, "response_format", "response_format.json_schema.schema")
         case "structural_tag":
             return spec("structural_tag", value, "response_format", "response_format")
     types = "text, json_object, json_schema and structural_tag"
-    raise InvalidRequest(f"response_format.type {str(kind)[:50]!r} is not supported; {types} are", "response_format")
+    raise InvalidRequest(
+        f"response_format.type {str(kind)[:50]!r} is not supported; {types} are", "response_format"
+    )
 
 
 def only(value: Any, fields: set[str], place: str) -> None:

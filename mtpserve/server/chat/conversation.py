@@ -23,7 +23,11 @@ KNOWN = frozenset({"audio", "function_call", "partial", "prefix"})
 
 NO_CALLS: Schema = {"enum": [None, []]}
 NOTHING: list[Any] = [None, False, 0, "", [], {}]
-TEXT_PART: Schema = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]}
+TEXT_PART: Schema = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
 
 
 class TextPart(Strict):
@@ -40,7 +44,8 @@ class CalledFunction(Strict):
 
 
 class MessageToolCall(Strict):
-    """A call that the model made before. `index` and the like, which clients keep from streams, say nothing here."""
+    """A call that the model made before. `index` and the like, which clients keep from streams, say nothing
+    here."""
 
     shapes: ClassVar[dict[str, Schema]] = {"type": {"enum": ["function"]}}
 
@@ -50,8 +55,9 @@ class MessageToolCall(Strict):
 
 
 class ChatMessage(BaseModel):
-    """Other keys than these are left out, since clients send back whole messages that they were given. Those that would change the answer
-    elsewhere (audio, function_call, partial, prefix) are refused where they are set."""
+    """Other keys than these are left out, since clients send back whole messages that they were given. Those
+    that would change the answer elsewhere (audio, function_call, partial, prefix) are refused where they are
+    set."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=described)
     shapes: ClassVar[dict[str, Schema]] = {"role": {"enum": list(ROLES)}, "content": {"items": TEXT_PART}}
@@ -60,9 +66,19 @@ class ChatMessage(BaseModel):
         {
             "anyOf": [
                 {"properties": {"role": {"const": "assistant"}, "tool_call_id": NULL}},
-                {"properties": {"role": {"enum": [*ROLES[:3]]}, "tool_call_id": NULL, "tool_calls": NO_CALLS}},
                 {
-                    "properties": {"role": {"const": "tool"}, "tool_call_id": {"type": "string"}, "tool_calls": NO_CALLS},
+                    "properties": {
+                        "role": {"enum": [*ROLES[:3]]},
+                        "tool_call_id": NULL,
+                        "tool_calls": NO_CALLS,
+                    }
+                },
+                {
+                    "properties": {
+                        "role": {"const": "tool"},
+                        "tool_call_id": {"type": "string"},
+                        "tool_calls": NO_CALLS,
+                    },
                     "required": ["tool_call_id"],
                 },
             ]
@@ -80,19 +96,26 @@ class ChatMessage(BaseModel):
     @property
     def characters(self) -> int:
         """About as many as it takes in memory."""
-        calls = sum(len(call.function.name) + len(str(call.function.arguments)) for call in self.tool_calls or [])
+        calls = sum(
+            len(call.function.name) + len(str(call.function.arguments)) for call in self.tool_calls or []
+        )
         return len(self.text()) + len(self.reasoning_content or "") + calls
 
     def for_template(self, place: str = "messages") -> dict[str, Any]:
         """`place` is the message's place in the body. Raises InvalidRequest."""
         if self.role not in ROLES:
             raise InvalidRequest(
-                f"{place}: role {self.role[:50]!r} is not supported; {', '.join(ROLES[:-1])} and {ROLES[-1]} are", "messages"
+                f"{place}: role {self.role[:50]!r} is not supported; {', '.join(ROLES[:-1])} and "
+                f"{ROLES[-1]} are",
+                "messages",
             )
         for name, value in (self.model_extra or {}).items():
             if value and name in KNOWN:
                 raise Unsupported(f"{place}: {name} is not supported: leave it out", "messages")
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text(place)}
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text(place),
+        }
         if (reasoning := self.reasoning_content or self.reasoning) is not None:
             message["reasoning_content"] = reasoning
         if self.name is not None:
@@ -102,22 +125,32 @@ class ChatMessage(BaseModel):
 
     def _add_calls(self, message: dict[str, Any], place: str) -> None:
         if self.tool_calls and self.role != "assistant":
-            raise InvalidRequest(f"{place}.tool_calls: only messages of the assistant have them", f"{place}.tool_calls")
+            raise InvalidRequest(
+                f"{place}.tool_calls: only messages of the assistant have them", f"{place}.tool_calls"
+            )
         if self.role == "tool" and self.tool_call_id is None:
-            raise InvalidRequest(f"{place}.tool_call_id: field required in messages of a tool", f"{place}.tool_call_id")
+            raise InvalidRequest(
+                f"{place}.tool_call_id: field required in messages of a tool", f"{place}.tool_call_id"
+            )
         if self.tool_call_id is not None and self.role != "tool":
-            raise InvalidRequest(f"{place}.tool_call_id: only messages of a tool have it", f"{place}.tool_call_id")
+            raise InvalidRequest(
+                f"{place}.tool_call_id: only messages of a tool have it", f"{place}.tool_call_id"
+            )
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
-            message["tool_calls"] = [called(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(self.tool_calls)]
+            message["tool_calls"] = [
+                called(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(self.tool_calls)
+            ]
 
     def text(self, place: str = "messages") -> str:
         if isinstance(self.content, str) or self.content is None:
             return self.content or ""
         for part in self.content:
             if part.type != "text" or part.text is None:
-                raise InvalidRequest(f"{place}: content of type {part.type[:50]!r} is not supported; only text is", "messages")
+                raise InvalidRequest(
+                    f"{place}: content of type {part.type[:50]!r} is not supported; only text is", "messages"
+                )
         return "\n".join(part.text or "" for part in self.content)
 
 
@@ -128,7 +161,9 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MES
 def called(call: MessageToolCall, place: str) -> dict[str, Any]:
     """With the arguments as an object, which is how templates take them."""
     if call.type != "function":
-        raise InvalidRequest(f"{place}.type {call.type[:50]!r} is not supported; function is", f"{place}.type")
+        raise InvalidRequest(
+            f"{place}.type {call.type[:50]!r} is not supported; function is", f"{place}.type"
+        )
     arguments: Any = call.function.arguments
     if isinstance(arguments, str):
         try:
@@ -139,7 +174,10 @@ def called(call: MessageToolCall, place: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         where = f"{place}.function.arguments"
         raise InvalidRequest(f"{where} must be a JSON object, got {type(arguments).__name__}", where)
-    entry: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    entry: dict[str, Any] = {
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
     return entry if call.id is None else {"id": call.id, **entry}
 
 
@@ -150,15 +188,21 @@ def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same for templates that take one system message, in front: later ones become the user's, and what the user says in several
-    messages without an answer between, as coding agents do, becomes one."""
-    front = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    rest = [message | {"role": "user"} if message["role"] == "system" else message for message in messages[front:]]
+    """The same for templates that take one system message, in front: later ones become the user's, and what
+    the user says in several messages without an answer between, as coding agents do, becomes one."""
+    front = next(
+        (index for index, message in enumerate(messages) if message["role"] != "system"), len(messages)
+    )
+    rest = [
+        message | {"role": "user"} if message["role"] == "system" else message for message in messages[front:]
+    ]
     joined_turns: list[dict[str, Any]] = []
     for role, following in groupby([*messages[:front], *rest], lambda message: message["role"]):
         run = list(following)
         joined = len(run) > 1 and role in ("system", "user")
-        joined_turns += [run[0] | {"content": "\n\n".join(message["content"] for message in run)}] if joined else run
+        joined_turns += (
+            [run[0] | {"content": "\n\n".join(message["content"] for message in run)}] if joined else run
+        )
     return joined_turns
 
 
@@ -168,5 +212,9 @@ def size_of(messages: Sequence[dict[str, Any]]) -> int:
     try:
         written = sum(len(json.dumps(arguments)) for arguments in calls)
     except RecursionError as error:
-        raise InvalidRequest("messages: the arguments of a tool call are nested too deeply", "messages") from error
-    return written + sum(len(message["content"]) + len(message.get("reasoning_content", "")) for message in messages)
+        raise InvalidRequest(
+            "messages: the arguments of a tool call are nested too deeply", "messages"
+        ) from error
+    return written + sum(
+        len(message["content"]) + len(message.get("reasoning_content", "")) for message in messages
+    )

@@ -21,13 +21,16 @@ def asked_tools(service: Service, body: ChatRequest, prompt_only: bool = False) 
 
 
 async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> RenderedChat:
-    """The conversation as the template writes it. Its size is bounded before the template's code runs over it."""
+    """The conversation as the template writes it. Its size is bounded before the template's code runs over
+    it."""
     messages = for_template(body.messages)
     size = size_of(messages) + len(json.dumps(use.shown or []))
     if max(size, len(messages)) > MAX_BYTES_PER_TOKEN * service.client.card.context_length:
         raise service.too_long(f"messages and tools have {size} characters", "messages")
     goes_on = bool(body.continue_final_message)
-    variables = service.template_defaults | template_variables(body.template_kwargs, body.effort, service.tokenizer)
+    variables = service.template_defaults | template_variables(
+        body.template_kwargs, body.effort, service.tokenizer
+    )
 
     def written(conversation: list[dict[str, Any]]) -> RenderedChat:
         return service.tokenizer.render_chat(
@@ -50,8 +53,11 @@ async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> Rendere
     return render() if size <= INLINE_BYTES else await asyncio.to_thread(render)
 
 
-def suited(service: Service, use: ToolUse, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """What the template needs of the messages, once there are tools or calls; and the tools, where it does not render them."""
+def suited(
+    service: Service, use: ToolUse, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """What the template needs of the messages, once there are tools or calls; and the tools, where it does
+    not render them."""
     if not tools and not any("tool_calls" in message for message in messages):
         return messages
     needs = service.template_needs
@@ -62,4 +68,7 @@ def suited(service: Service, use: ToolUse, messages: list[dict[str, Any]], tools
     text = instructions(tools, example)
     if suited_messages[0]["role"] != "system":
         return [{"role": "system", "content": text}, *suited_messages]
-    return [{**suited_messages[0], "content": f"{suited_messages[0]['content']}\n\n{text}"}, *suited_messages[1:]]
+    return [
+        {**suited_messages[0], "content": f"{suited_messages[0]['content']}\n\n{text}"},
+        *suited_messages[1:],
+    ]

@@ -1,6 +1,8 @@
-"""How the served model writes tool calls and reasoning: as the options say, or else as its chat template, its vocabulary and its family do.
+"""How the served model writes tool calls and reasoning: as the options say, or else as its chat template, its
+vocabulary and its family do.
 
-A template that renders calls shows the format of its model's own, whatever the family: checkpoints of one architecture differ.
+A template that renders calls shows the format of its model's own, whatever the family: checkpoints of one
+architecture differ.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from mtpserve.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 VALUE = "value"  # of the argument "key" in a call that a template renders: as in the formats' examples
-ALWAYS_REASONS, MAY_REASON = "deepseek_r1", "deepseek_v3"  # reasoning parsers by what they expect, where no family has its own
+# reasoning parsers by what they expect, where no family has its own
+ALWAYS_REASONS, MAY_REASON = "deepseek_r1", "deepseek_v3"
 SWITCHES = ("enable_thinking", "thinking")  # variables by which templates turn reasoning on and off
 
 
@@ -38,10 +41,18 @@ def formats_of(config: ServerConfig, card: ModelCard, tokenizer: Tokenizer) -> F
     calls, reasoning = config.tool_call_parser, config.reasoning_parser
     calls_found = calls_format(card.tool_call_parser, tokenizer) if calls == AUTO else given(calls)
     family = card.reasoning_parser if fit(card.reasoning_parser, calls_found) else None
-    formats = Formats(calls_found, reasoning_format(family, tokenizer) if reasoning == AUTO else given(reasoning))
+    formats = Formats(
+        calls_found, reasoning_format(family, tokenizer) if reasoning == AUTO else given(reasoning)
+    )
     if not fit(formats.reasoning, formats.tool_calls):
-        raise ConfigError(f"--reasoning-parser {formats.reasoning} does not go with --tool-call-parser {formats.tool_calls}")
-    log.info("--tool-call-parser %s, --reasoning-parser %s", shown(calls, formats.tool_calls), shown(reasoning, formats.reasoning))
+        raise ConfigError(
+            f"--reasoning-parser {formats.reasoning} does not go with --tool-call-parser {formats.tool_calls}"
+        )
+    log.info(
+        "--tool-call-parser %s, --reasoning-parser %s",
+        shown(calls, formats.tool_calls),
+        shown(reasoning, formats.reasoning),
+    )
     return formats
 
 
@@ -62,7 +73,8 @@ def shown(option: str, name: str | None) -> str:
 
 
 def calls_format(family: str | None, tokenizer: Tokenizer) -> str | None:
-    """As the template renders a call, if it does. Otherwise the family's, if the vocabulary has the token with which its calls begin."""
+    """As the template renders a call, if it does. Otherwise the family's, if the vocabulary has the token
+    with which its calls begin."""
     texts = [rendered(tokenizer, kind.suited([USER, *calling(VALUE)], "")) for kind in KINDS]
     written = [text for text in texts if NAME in text]
     if written:
@@ -70,20 +82,27 @@ def calls_format(family: str | None, tokenizer: Tokenizer) -> str | None:
     if family is None:
         return None
     format_class = TOOL_CALLS.get(family)
-    return family if tokenizer.marker_id((format_class.tokens or format_class.markers)[0]) is not None else None
+    return (
+        family if tokenizer.marker_id((format_class.tokens or format_class.markers)[0]) is not None else None
+    )
 
 
 def layout_of(text: str) -> str | None:
     """The format of whose example the call in the text is a copy; up to blanks if there is none."""
     formats = {name: TOOL_CALLS.get(name) for name in TOOL_CALLS.entries}
-    examples = [(name, sample(example)) for name, format in formats.items() for example in (format.example, *format.layouts)]
+    examples = [
+        (name, sample(example))
+        for name, format in formats.items()
+        for example in (format.example, *format.layouts)
+    ]
     exact = (name for name, call in examples if call in text)
     alike = (name for name, call in examples if squeezed(call) in squeezed(text))
     return next(exact, None) or next(alike, None)
 
 
 def sample(example: str) -> str:
-    """The example as a call of the template's tool; up to its arguments, after which some templates add fields."""
+    """The example as a call of the template's tool; up to its arguments, after which some templates add
+    fields."""
     head, arguments, _ = example.replace(MORE, "").replace("tool_call_name", NAME).partition(ALL)
     return f'{head}{{"key": "{VALUE}"' if arguments else head
 
@@ -93,7 +112,8 @@ def squeezed(text: str) -> str:
 
 
 def reasoning_format(family: str | None, tokenizer: Tokenizer) -> str | None:
-    """One for models that always reason, if the template always opens the reasoning. Otherwise the family's, which may find none."""
+    """One for models that always reason, if the template always opens the reasoning. Otherwise the family's,
+    which may find none."""
     opened = rendered(tokenizer, [USER]).rstrip().endswith(ALWAYS.start)
     plain = family is None or REASONINGS.get(family) == SOMETIMES
     if opened and plain and not any(map(tokenizer.template_takes, SWITCHES)):

@@ -1,4 +1,5 @@
-"""The forms of what bodies take as objects and read by hand: tools, grammars, predictions, parts of messages."""
+"""The forms of what bodies take as objects and read by hand: tools, grammars, predictions, parts of
+messages."""
 
 from __future__ import annotations
 
@@ -18,23 +19,40 @@ BOOLEAN: Schema = {"type": "boolean"}
 
 def closed(properties: dict[str, Schema], required: Iterable[str] = ()) -> Schema:
     """An object without other fields than these."""
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
 
 
-def kind(name: str, properties: dict[str, Schema] | None = None, required: Iterable[str] = (), **more: Any) -> Schema:
+def kind(
+    name: str, properties: dict[str, Schema] | None = None, required: Iterable[str] = (), **more: Any
+) -> Schema:
     """An object whose `type` is this."""
-    return {"type": "object", "properties": {"type": {"const": name}} | (properties or {}), "required": ["type", *required], **more}
+    return {
+        "type": "object",
+        "properties": {"type": {"const": name}} | (properties or {}),
+        "required": ["type", *required],
+        **more,
+    }
 
 
 def or_null(schema: Schema) -> Schema:
     return {"anyOf": [schema, NULL]}
 
 
-# -- the form of the output --------------------------------------------------------------------------------------------------------
+# -- the form of the output ----------------------------------------------------------------------------------
 
 GRAMMAR: Schema = TEXT | {"maxLength": MAX_GRAMMAR_BYTES}
 AS_TEXT_OR_OBJECT: Schema = {"anyOf": [GRAMMAR, OBJECT]}
-OF_TYPE: dict[type, Schema] = {bool: BOOLEAN, str: GRAMMAR, dict: OBJECT, list: {"type": "array", "items": STRING, "minItems": 1}}
+OF_TYPE: dict[type, Schema] = {
+    bool: BOOLEAN,
+    str: GRAMMAR,
+    dict: OBJECT,
+    list: {"type": "array", "items": STRING, "minItems": 1},
+}
 GRAMMARS: dict[str, Schema] = {
     "json_schema": AS_TEXT_OR_OBJECT,
     "guided_json": AS_TEXT_OR_OBJECT,
@@ -43,7 +61,10 @@ GRAMMARS: dict[str, Schema] = {
 }
 STRUCTURED_OUTPUTS: Schema = {
     "anyOf": [
-        closed({name: {"enum": NOTHING} for name in STRUCTURED} | {one: {"anyOf": [{"enum": NOTHING}, *map(OF_TYPE.__getitem__, types)]}})
+        closed(
+            {name: {"enum": NOTHING} for name in STRUCTURED}
+            | {one: {"anyOf": [{"enum": NOTHING}, *map(OF_TYPE.__getitem__, types)]}}
+        )
         for one, (types, _) in ((name, EXPECTED[grammar]) for name, grammar in STRUCTURED.items())
     ]
 }
@@ -51,7 +72,10 @@ SCHEMA_FORM = {"name": {}, "description": {}, "schema": OBJECT, "strict": {}}
 RESPONSE_FORMAT: Schema = {
     "anyOf": [
         closed({"type": {"enum": ["text", "json_object"]}}, ["type"]),
-        closed({"type": {"const": "json_schema"}, "json_schema": closed(SCHEMA_FORM, ["schema"])}, ["type", "json_schema"]),
+        closed(
+            {"type": {"const": "json_schema"}, "json_schema": closed(SCHEMA_FORM, ["schema"])},
+            ["type", "json_schema"],
+        ),
         kind("structural_tag"),
     ]
 }
@@ -64,7 +88,7 @@ TEXT_FORMAT: Schema = {
     ]
 }
 
-# -- tools -----------------------------------------------------------------------------------------------------------------------------
+# -- tools ---------------------------------------------------------------------------------------------------
 
 PARAMETERS: Schema = {
     "type": "object",
@@ -93,13 +117,17 @@ DEMANDED: Schema = {  # a rule: what is demanded has to be there
     ]
 }
 NAMED: Schema = {"type": "object", "properties": {"name": STRING}, "required": ["name"]}
-TOOL_CHOICE: Schema = {"anyOf": [{"enum": list(CHOICES)}, kind("function", {"function": NAMED}, ["function"])]}
+TOOL_CHOICE: Schema = {
+    "anyOf": [{"enum": list(CHOICES)}, kind("function", {"function": NAMED}, ["function"])]
+}
 VARIABLES: Schema = {
     "maxProperties": MAX_VARIABLES,
-    "additionalProperties": {"anyOf": [{"type": "string", "maxLength": MAX_VALUE}, {"type": ["number", "boolean", "null"]}]},
+    "additionalProperties": {
+        "anyOf": [{"type": "string", "maxLength": MAX_VALUE}, {"type": ["number", "boolean", "null"]}]
+    },
 }
 
-# -- texts ---------------------------------------------------------------------------------------------------------------------------
+# -- texts ---------------------------------------------------------------------------------------------------
 
 TEXT_PART: Schema = kind("text", {"text": STRING}, ["text"])
 CONTENT: Schema = {"anyOf": [STRING, {"type": "array", "items": TEXT_PART}]}

@@ -1,4 +1,5 @@
-"""Answers while they grow, in no API's layout: each choice is a request to the engine, and its output as blocks of text and calls.
+"""Answers while they grow, in no API's layout: each choice is a request to the engine, and its output as
+blocks of text and calls.
 
 Every generating route makes a Generation, and renders its choices whole or step by step.
 """
@@ -33,12 +34,17 @@ Added = list[tuple[int, str]]  # what a step adds: a block's index, which may be
 
 
 class OutputReader:
-    """One choice's text as the events that the client asked for. Where one call is wanted, further ones are left out."""
+    """One choice's text as the events that the client asked for. Where one call is wanted, further ones are
+    left out."""
 
     def __init__(self, plan: OutputPlan, tokenizer: Tokenizer, include_reasoning: bool) -> None:
         self.parses = plan.thinking is not None or plan.calls is not None  # otherwise all text is content
         self.tells_reasoning = include_reasoning and plan.thinking is not None
-        self._include_reasoning, self._several, self._tokenizer = include_reasoning, plan.use.several, tokenizer
+        self._include_reasoning, self._several, self._tokenizer = (
+            include_reasoning,
+            plan.use.several,
+            tokenizer,
+        )
         self._calls_alone = plan.calls_alone
         self._parser = plan.parser()
         self._counter = None if plan.thinking is None else ReasoningCount(plan.thinking, plan.opening)
@@ -47,7 +53,9 @@ class OutputReader:
         """How many of the next tokens are reasoning."""
         if self._counter is None:
             return 0
-        return sum(self._counter.add(self._tokenizer.token_bytes(token).decode(errors="replace")) for token in tokens)
+        return sum(
+            self._counter.add(self._tokenizer.token_bytes(token).decode(errors="replace")) for token in tokens
+        )
 
     def read(self, text: str, last: bool) -> list[Event]:
         events = self._parser.feed(text) + (self._parser.finish() if last else [])
@@ -82,7 +90,8 @@ class Block:
 
 @dataclass(slots=True)
 class Choice:
-    """One output: blocks, in the order in which the model wrote them. Without a reader all of the text is one block."""
+    """One output: blocks, in the order in which the model wrote them. Without a reader all of the text is one
+    block."""
 
     service: Service
     request: Request
@@ -97,7 +106,8 @@ class Choice:
     logprob: float = 0.0  # of the tokens together, where the request has log-probabilities
 
     def add(self, step: StepOutput) -> Added:
-        """Pieces of one block that follow each other are one. An answer that was read has a block in the end, which may be empty."""
+        """Pieces of one block that follow each other are one. An answer that was read has a block in the end,
+        which may be empty."""
         self.tokens += step.tokens
         if step.logprobs:
             self.logprob += sum(score.logprob for score in step.logprobs)
@@ -161,7 +171,9 @@ class Choice:
     @property
     def matched(self) -> int | str | None:
         """What ended an output that stopped: a token, or a stop string."""
-        return self.service.matched(self.request.sampling, self.tokens) if self.finish is Finish.STOP else None
+        return (
+            self.service.matched(self.request.sampling, self.tokens) if self.finish is Finish.STOP else None
+        )
 
 
 @dataclass(slots=True)
@@ -175,9 +187,12 @@ class Generation:
     streaming: bool
 
     async def steps(self) -> AsyncGenerator[Iterator[tuple[int, StepOutput, Added]], None]:
-        """Each step's choice, its output, and what it adds to the choice's blocks; all that have come since the last ones, which a choice
-        gets one by one as the caller iterates."""
-        streams = [self.service.generate(choice.request, self.arrival, self.timeout, streaming=self.streaming) for choice in self.choices]
+        """Each step's choice, its output, and what it adds to the choice's blocks; all that have come since
+        the last ones, which a choice gets one by one as the caller iterates."""
+        streams = [
+            self.service.generate(choice.request, self.arrival, self.timeout, streaming=self.streaming)
+            for choice in self.choices
+        ]
         if len(streams) == 1:  # without a task and a queue
             async with contextlib.aclosing(streams[0]) as stream:
                 async for steps in stream:
@@ -192,7 +207,12 @@ class Generation:
         for step in steps:
             if choice.scores_only:
                 step = StepOutput(
-                    "", [], step.finish and Finish.LENGTH, prompt_logprobs=step.prompt_logprobs, cached=step.cached, offer=step.offer
+                    "",
+                    [],
+                    step.finish and Finish.LENGTH,
+                    prompt_logprobs=step.prompt_logprobs,
+                    cached=step.cached,
+                    offer=step.offer,
                 )
             yield index, step, choice.add(step)
 
@@ -203,17 +223,25 @@ class Generation:
 
 
 def requests_of(
-    service: Service, spelling: Spelling, id: str, prompt: list[int], sampling: SamplingParams, count: int, first: int = 0,
+    service: Service, spelling: Spelling, id: str, prompt: list[int], sampling: SamplingParams, count: int,
+    first: int = 0,
     salt: str = "",
 ) -> list[Request]:  # fmt: skip
     """For each choice of a prompt. Their ids are the client's, a dash, and the numbers from `first` on."""
     requests = [
-        request_of(spelling, f"{id}-{first + choice}", prompt, service.for_choice(sampling, choice), salt) for choice in range(count)
+        request_of(spelling, f"{id}-{first + choice}", prompt, service.for_choice(sampling, choice), salt)
+        for choice in range(count)
     ]
-    return [replace(request, choices=0 if number else count) for number, request in enumerate(requests)] if count > 1 else requests
+    return (
+        [replace(request, choices=0 if number else count) for number, request in enumerate(requests)]
+        if count > 1
+        else requests
+    )
 
 
-async def continued(service: Service, body: ChatRequest, id: str, arrival: float, at_most: int | None = None) -> Generation:
+async def continued(
+    service: Service, body: ChatRequest, id: str, arrival: float, at_most: int | None = None
+) -> Generation:
     """A conversation, continued. All checks of a request are made here, before the engine gets it.
 
     `id` is what /abort_request takes. `at_most` bounds the output where the context may bound it further.
@@ -226,22 +254,34 @@ async def continued(service: Service, body: ChatRequest, id: str, arrival: float
     use = asked_tools(service, body)
     chat = await rendered(service, body, use)
     begun = body.messages[-1].text() if body.continue_final_message else None
-    plan = output_plan(use, chat.text, service.formats, begun=begun, separate_reasoning=body.separate_reasoning is not False)
+    plan = output_plan(
+        use, chat.text, service.formats, begun=begun, separate_reasoning=body.separate_reasoning is not False
+    )
     sampling = planned(plan, sampling, service.tokenizer)
     spelling = await service.spelling(sampling)
-    prompt = service.truncated(await service.encode_chat(chat), body.truncate_prompt_tokens, body.wanted_tokens, body.keeps_first)
+    prompt = service.truncated(
+        await service.encode_chat(chat), body.truncate_prompt_tokens, body.wanted_tokens, body.keeps_first
+    )
     service.check_length(prompt, body.wanted_tokens, "messages")
     if at_most is not None:
-        sampling = replace(sampling, max_tokens=min(at_most, service.client.card.context_length - len(prompt)))
+        sampling = replace(
+            sampling, max_tokens=min(at_most, service.client.card.context_length - len(prompt))
+        )
     requests = requests_of(service, spelling, id, prompt, sampling, body.choices, salt=body.salt)
     handover = service.handover(body)
     readers = [OutputReader(plan, service.tokenizer, body.shows_reasoning) for _ in requests]
-    choices = [Choice(service, handover.of(request, 0), reader) for request, reader in zip(requests, readers, strict=True)]
+    choices = [
+        Choice(service, handover.of(request, 0), reader)
+        for request, reader in zip(requests, readers, strict=True)
+    ]
     return Generation(service, choices, arrival, body.timeout, bool(body.stream))
 
 
-async def merge(streams: list[AsyncGenerator[list[StepOutput], None]]) -> AsyncGenerator[tuple[int, list[StepOutput]], None]:
-    """The outputs of all streams as they come, each with its stream's index. The first error ends them all."""
+async def merge(
+    streams: list[AsyncGenerator[list[StepOutput], None]],
+) -> AsyncGenerator[tuple[int, list[StepOutput]], None]:
+    """The outputs of all streams as they come, each with its stream's index. The first error ends them
+    all."""
     queue: asyncio.Queue[tuple[int, list[StepOutput] | Exception | None]] = asyncio.Queue(MERGED_STEPS)
 
     async def pump(index: int, stream: AsyncGenerator[list[StepOutput], None]) -> None:

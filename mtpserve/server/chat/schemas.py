@@ -1,4 +1,5 @@
-"""The schemas of tools' parameters: what every one must be, and what can be enforced of them. Compiling is the engine's."""
+"""The schemas of tools' parameters: what every one must be, and what can be enforced of them. Compiling is
+the engine's."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ MAX_DEPTH = 64
 # What llguidance refuses. Other words are enforced, or say nothing about the form.
 NOT_ENFORCED = frozenset(
     {
-        "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "dependencies",
+        "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
+        "dependencies",
         "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems",
     }
 )  # fmt: skip
-NAMED = ("properties", "patternProperties", "$defs", "definitions")  # their keys are names, not words of the language
+# their keys are names, not words of the language
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
 DATA = ("enum", "const", "default", "examples", "example")
 
 
@@ -45,7 +48,8 @@ def check_enforceable(schema: Mapping[str, Any], place: str) -> None:
 
 
 def parts(schema: Any) -> Iterator[tuple[str, Mapping[str, Any], int]]:
-    """The schema and all those in it, each with its path and depth. Stops below MAX_DEPTH, without recursion."""
+    """The schema and all those in it, each with its path and depth. Stops below MAX_DEPTH, without
+    recursion."""
     waiting: list[tuple[str, Any, int, bool]] = [("", schema, 0, False)]
     while waiting:
         path, value, depth, names = waiting.pop()
@@ -53,11 +57,16 @@ def parts(schema: Any) -> Iterator[tuple[str, Mapping[str, Any], int]]:
             if not names:
                 yield path, value, depth
             entries = [
-                (f"{path}.{str(key)[:50]}", inner, not names and key in NAMED) for key, inner in value.items() if names or key not in DATA
+                (f"{path}.{str(key)[:50]}", inner, not names and key in NAMED)
+                for key, inner in value.items()
+                if names or key not in DATA
             ]
         elif isinstance(value, list):
             entries = [(f"{path}[{index}]", inner, False) for index, inner in enumerate(value)]
         else:
             continue
         if depth <= MAX_DEPTH:
-            waiting += [(inner_path, inner, depth + 1, inner_names) for inner_path, inner, inner_names in reversed(entries)]
+            waiting += [
+                (inner_path, inner, depth + 1, inner_names)
+                for inner_path, inner, inner_names in reversed(entries)
+            ]

@@ -1,4 +1,5 @@
-"""What the routes share: admission, prompts to tokens, and one choice's generation, step by step. No answers in HTTP and no JSON here."""
+"""What the routes share: admission, prompts to tokens, and one choice's generation, step by step. No answers
+in HTTP and no JSON here."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ import msgspec
 from fastapi import Depends, Request as HTTPRequest
 
 from mtpserve.config import EngineConfig, ServerConfig
-from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, RequestFailed, ShuttingDown
+from mtpserve.core.errors import (
+    EngineBusy,
+    EngineDead,
+    InvalidRequest,
+    MTPServeError,
+    RequestFailed,
+    ShuttingDown,
+)
 from mtpserve.core.kv_transfer import PageOffer
 from mtpserve.core.protocols.clients import EngineClient
 from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
@@ -71,7 +79,8 @@ class Service:
     created: int  # for /v1/models, in seconds since 1970
     engine_config: EngineConfig = field(default_factory=EngineConfig)
     server_config: ServerConfig = field(default_factory=ServerConfig)
-    template_defaults: dict[str, Any] = field(default_factory=dict)  # variables of the chat template where a request has none
+    # variables of the chat template where a request has none
+    template_defaults: dict[str, Any] = field(default_factory=dict)
     formats: Formats = field(default_factory=Formats)
     leaving: bool = False  # routers are to send new requests elsewhere; what comes is still served
     draining: bool = False
@@ -96,7 +105,9 @@ class Service:
     def template_needs(self) -> Needs:
         """Determined when a conversation first has tools."""
         if self._needs is None:
-            self._needs = needs_of(lambda messages, tools: self.tokenizer.render_chat(messages, tools=tools).text)
+            self._needs = needs_of(
+                lambda messages, tools: self.tokenizer.render_chat(messages, tools=tools).text
+            )
         return self._needs
 
     def check_alive(self) -> None:
@@ -118,9 +129,11 @@ class Service:
     def check_model(self, model: str | None) -> None:
         if model is not None and model not in (*self.names, SGLANGS_NAME):
             offered = ", ".join(map(repr, self.names))
-            raise ModelNotFound(f"the model {model[:200]!r} does not exist; this server offers {offered}", "model")
+            raise ModelNotFound(
+                f"the model {model[:200]!r} does not exist; this server offers {offered}", "model"
+            )
 
-    # -- prompts --------------------------------------------------------------------------------------------------------------
+    # -- prompts ---------------------------------------------------------------------------------------------
 
     async def encode(self, text: str, field: str, *, special: bool) -> list[int]:
         if self.size(text, field) <= INLINE_BYTES:
@@ -158,29 +171,40 @@ class Service:
         card = self.client.card
         if card.wanted_context <= card.context_length:
             return ""
-        return f" (the KV pool holds no more of the context of {card.wanted_context}: see --max-total-tokens and --mem-fraction-static)"
+        return (
+            f" (the KV pool holds no more of the context of {card.wanted_context}: see "
+            f"--max-total-tokens and --mem-fraction-static)"
+        )
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         vocab = self.client.card.vocab
         for id in ids:
             if not 0 <= id < vocab:
-                raise InvalidRequest(f"{field}: token {str(id)[:50]} is not in the vocabulary of {vocab}", field)
+                raise InvalidRequest(
+                    f"{field}: token {str(id)[:50]} is not in the vocabulary of {vocab}", field
+                )
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Before anything is tokenized: what cannot fit, and token ids that are not the model's. The engine checks them too, but a
-        stream would have begun by then."""
+        """Before anything is tokenized: what cannot fit, and token ids that are not the model's. The engine
+        checks them too, but a stream would have begun by then."""
         sampling.check_policy(self.engine_config.scheduler.scheduling_policy)
         sampling.check_logprobs(self.server_config.max_logprobs)
         context = self.client.card.context_length
         if (sampling.max_tokens or 0) >= context:
             max_tokens = str(sampling.max_tokens)[:50]
-            raise ContextLengthExceeded(f"max_tokens must be below the context of {context}{self.why_less}, got {max_tokens}", "max_tokens")
+            raise ContextLengthExceeded(
+                f"max_tokens must be below the context of {context}{self.why_less}, got {max_tokens}",
+                "max_tokens",
+            )
         self.check_ids(sampling.stop_token_ids, "stop_token_ids")
         self.check_ids(sampling.allowed_token_ids, "allowed_token_ids")
         self.check_ids(list(sampling.logit_bias), "logit_bias")
 
-    def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None, first: bool = False) -> list[int]:
-        """The last `keep` tokens, or the `first` ones; -1: as many as fit in front of `max_tokens`, or of one."""
+    def truncated(
+        self, prompt: list[int], keep: int | None, max_tokens: int | None, first: bool = False
+    ) -> list[int]:
+        """The last `keep` tokens, or the `first` ones; -1: as many as fit in front of `max_tokens`, or of
+        one."""
         if keep == -1:
             keep = self.client.card.context_length - (max_tokens or 1)
         if keep is None:
@@ -188,10 +212,13 @@ class Service:
         return prompt[:keep] if first else prompt[-keep:]
 
     def handover(self, body: TransferFields) -> Handover:
-        return handover_of(body, self.engine_config.disaggregation, self.engine_config.parallel.data_parallel_size)
+        return handover_of(
+            body, self.engine_config.disaggregation, self.engine_config.parallel.data_parallel_size
+        )
 
     def check_length(self, prompt: Sequence[int], max_tokens: int | None, field: str) -> None:
-        """An explicit `max_tokens` must fit after the prompt; without one the rest of the context is what there is."""
+        """An explicit `max_tokens` must fit after the prompt; without one the rest of the context is what
+        there is."""
         context = self.client.card.context_length
         if not prompt:
             raise InvalidRequest(f"{field} is empty", field)
@@ -199,20 +226,25 @@ class Service:
             raise self.too_long(f"{len(prompt)} tokens > {context - 1} maximum in {field}", field)
         if len(prompt) + (max_tokens or 0) > context:
             both = f"{field} has {len(prompt)} tokens and max_tokens is {str(max_tokens)[:50]}"
-            raise ContextLengthExceeded(f"{both}; together they exceed the context of {context}{self.why_less}", "max_tokens")
+            raise ContextLengthExceeded(
+                f"{both}; together they exceed the context of {context}{self.why_less}", "max_tokens"
+            )
 
     def matched(self, sampling: SamplingParams, tokens: Sequence[int]) -> int | str | None:
         """What ended an output that stopped: a token, or a stop string."""
         last = tokens[-1] if tokens else None
         if last in sampling.stop_token_ids or (last in self.client.card.eos_ids and not sampling.ignore_eos):
             return last
-        tail = self.tokenizer.decode(tokens[-MATCHED_TOKENS:], skip_special_tokens=sampling.skip_special_tokens)
+        tail = self.tokenizer.decode(
+            tokens[-MATCHED_TOKENS:], skip_special_tokens=sampling.skip_special_tokens
+        )
         return next((stop for stop in sampling.stop if stop in tail), None)
 
-    # -- generation -----------------------------------------------------------------------------------------------------------
+    # -- generation ------------------------------------------------------------------------------------------
 
     def for_choice(self, sampling: SamplingParams, choice: int) -> SamplingParams:
-        """With a seed, a prompt's choice j > 0 has one of its own, hashed from both: requests with the seeds 1, 2, 3 share no choice."""
+        """With a seed, a prompt's choice j > 0 has one of its own, hashed from both: requests with the seeds
+        1, 2, 3 share no choice."""
         if sampling.seed is None or choice == 0:
             return sampling
         digest = blake2b(b"%d %d" % (sampling.seed, choice), digest_size=8).digest()
@@ -223,11 +255,14 @@ class Service:
         return self._live.values()
 
     def abort(self, rid: str | None) -> int:
-        """End what runs or waits under the id that the client knows, or all of it; returns how many choices that were.
+        """End what runs or waits under the id that the client knows, or all of it; returns how many choices
+        that were.
 
         A choice's id in the engine is the client's, a dash, and its number.
         """
-        running = [id for id in self._live.keys() - self._aborted if rid is None or id.rpartition("-")[0] == rid]
+        running = [
+            id for id in self._live.keys() - self._aborted if rid is None or id.rpartition("-")[0] == rid
+        ]
         for id in running:
             self._aborted.add(id)
             self.client.abort(id)
@@ -236,25 +271,38 @@ class Service:
     async def generate(
         self, request: Request, arrival: float, timeout: float | None = None, *, streaming: bool = False
     ) -> AsyncGenerator[list[StepOutput], None]:
-        """StepOutputs until one has `finish`, all that have come since the last: one, unless they are read late. Closing it early, a stop
-        string and any error all end the request in the engine.
+        """StepOutputs until one has `finish`, all that have come since the last: one, unless they are read
+        late. Closing it early, a stop string and any error all end the request in the engine.
 
         `arrival` is perf_counter's; `timeout` is in seconds from there, and the server's own may be shorter.
         """
         if request.id in self._live:
-            raise InvalidRequest(f"the id {request.id.rpartition('-')[0]!r} is that of another request that still runs", "rid")
-        clock = RequestClock(self.metrics.observers, request, arrival, streaming, self.client.where, ROUTE.get())
+            raise InvalidRequest(
+                f"the id {request.id.rpartition('-')[0]!r} is that of another request that still runs", "rid"
+            )
+        clock = RequestClock(
+            self.metrics.observers, request, arrival, streaming, self.client.where, ROUTE.get()
+        )
         self._live[request.id] = clock
         self._log(request)
-        reader = StepReader(Detokenizer(self.tokenizer.fast, request.sampling, self.client.card.eos_ids, request.prompt), clock)
-        patience = Patience(self.server_config.queue_timeout, shorter(self.server_config.request_timeout, timeout), arrival)
+        reader = StepReader(
+            Detokenizer(self.tokenizer.fast, request.sampling, self.client.card.eos_ids, request.prompt),
+            clock,
+        )
+        patience = Patience(
+            self.server_config.queue_timeout, shorter(self.server_config.request_timeout, timeout), arrival
+        )
         arriving = self.client.submit(request)
         outcome = "abort"
         try:
             while reader.finish is None:
                 limit = patience.limit(reader.started)
                 try:
-                    events = await (anext(arriving) if limit is None else patience.wait(anext(arriving), limit, reader.started))
+                    events = await (
+                        anext(arriving)
+                        if limit is None
+                        else patience.wait(anext(arriving), limit, reader.started)
+                    )
                 except RequestFailed:
                     if request.id not in self._aborted:
                         raise
@@ -283,7 +331,13 @@ class Service:
     def _log(self, request: Request) -> None:
         if self.server_config.log_requests:
             text = self.tokenizer.decode(request.prompt[:LOGGED_TOKENS], skip_special_tokens=False)
-            log.info("request %s: %d prompt tokens, %r, %r", request.id, len(request.prompt), text, request.sampling)
+            log.info(
+                "request %s: %d prompt tokens, %r, %r",
+                request.id,
+                len(request.prompt),
+                text,
+                request.sampling,
+            )
 
 
 @dataclass(slots=True)
@@ -313,7 +367,8 @@ class StepReader:
         return steps
 
     def _step(self, event: TokenEvent) -> StepOutput:
-        """The event's tokens as text: up to a stop string, or with what was held back where the engine has ended the request."""
+        """The event's tokens as text: up to a stop string, or with what was held back where the engine has
+        ended the request."""
         text, used, stopped = self.detokenizer.push(event.tokens)
         finish = Finish.STOP if stopped else event.finish
         if finish is not None and not stopped:
@@ -322,7 +377,8 @@ class StepReader:
         if used < len(tokens):
             tokens, logprobs = tokens[:used], None if logprobs is None else logprobs[:used]
         step = StepOutput(
-            text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.num_accepted_tokens, event.num_cached_tokens,
+            text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.num_accepted_tokens,
+            event.num_cached_tokens,
             event.offer
         )  # fmt: skip
         if step.proposal.tokens:
@@ -337,7 +393,8 @@ class StepReader:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a request waits for the engine, in seconds from its arrival: for the first token, and altogether. None: for ever."""
+    """How long a request waits for the engine, in seconds from its arrival: for the first token, and
+    altogether. None: for ever."""
 
     first: float | None
     whole: float | None
@@ -349,7 +406,9 @@ class Patience:
     async def wait(self, coming: Awaitable[T], limit: float, started: bool) -> T:
         """Raises EngineBusy or DeadlineExceeded where it takes longer than `limit`."""
         try:
-            async with asyncio.timeout_at(asyncio.get_running_loop().time() + limit - (perf_counter() - self.arrival)):
+            async with asyncio.timeout_at(
+                asyncio.get_running_loop().time() + limit - (perf_counter() - self.arrival)
+            ):
                 return await coming
         except TimeoutError:
             raise self.error(started) from None

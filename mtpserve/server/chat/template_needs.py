@@ -1,6 +1,7 @@
 """What a model's chat template needs of conversations with tools, determined by rendering small ones.
 
-Templates differ in what they render, and many drop the rest without an error: calls beside a text, or tools altogether.
+Templates differ in what they render, and many drop the rest without an error: calls beside a text, or tools
+altogether.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from mtpserve.text.parsers.formats.json_calls import Listed
 from mtpserve.text.parsers.tools import example_of
 
 Message = dict[str, Any]
-Render = Callable[[list[Message], list[dict[str, Any]] | None], str]  # messages and tools to the prompt's text
+# messages and tools to the prompt's text
+Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
 ID_LENGTH = 9  # of the ids that Mistral's templates insist on
 
@@ -36,7 +38,9 @@ class Needs:
         """The same conversation, as the template takes it. `example`: of a call in the model's format."""
         if not any("tool_calls" in message for message in messages):
             return list(messages)
-        return [self._suited(message, example) for message in (single(messages) if self.one_call else messages)]
+        return [
+            self._suited(message, example) for message in (single(messages) if self.one_call else messages)
+        ]
 
     def suited_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         if not self.described or tools is None:
@@ -53,7 +57,10 @@ class Needs:
         if self.in_text:
             calls = [example_of(example, **call["function"]) for call in message["tool_calls"]]
             content = "\n".join([message["content"], *calls] if message["content"] else calls)
-            return {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": content}
+            return {
+                **{name: value for name, value in message.items() if name != "tool_calls"},
+                "content": content,
+            }
         return {**message, "tool_calls": [self._call(call) for call in message["tool_calls"]]}
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +77,8 @@ def short(id: str) -> str:
 
 
 def single(messages: Sequence[Message]) -> Iterator[Message]:
-    """Each call in a message of its own, followed by its result. The text and the reasoning before the calls are in the first."""
+    """Each call in a message of its own, followed by its result. The text and the reasoning before the calls
+    are in the first."""
     rest = list(messages)
     while rest:
         message = rest.pop(0)
@@ -82,16 +90,22 @@ def single(messages: Sequence[Message]) -> Iterator[Message]:
         while rest and rest[0]["role"] == "tool":
             results.append(rest.pop(0))
         for number, call in enumerate(calls):
-            front = message if number == 0 else {name: value for name, value in message.items() if name != "reasoning_content"}
+            front = (
+                message
+                if number == 0
+                else {name: value for name, value in message.items() if name != "reasoning_content"}
+            )
             yield {**front, "content": message["content"] if number == 0 else "", "tool_calls": [call]}
-            result = next((candidate for candidate in results if candidate["tool_call_id"] == call.get("id")), None)
+            result = next(
+                (candidate for candidate in results if candidate["tool_call_id"] == call.get("id")), None
+            )
             if result is not None:
                 results.remove(result)
                 yield result
         yield from results
 
 
-# -- trying -----------------------------------------------------------------------------------------------------------------------
+# -- trying --------------------------------------------------------------------------------------------------
 
 NAME, VALUES = "probed_function", ("qzv", "qwv")
 TOOL: dict[str, Any] = {
@@ -102,11 +116,15 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
     },
 }
-UNDESCRIBED = {**TOOL, "function": {name: value for name, value in TOOL["function"].items() if name != "description"}}
+UNDESCRIBED = {
+    **TOOL,
+    "function": {name: value for name, value in TOOL["function"].items() if name != "description"},
+}
 USER = {"role": "user", "content": "question"}
 ANSWER = {"role": "assistant", "content": "answer"}
 RESULT, THOUGHT = "qyv", "qxv"
-KINDS = tuple(Needs(short_ids=ids, json_text=text) for ids, text in product((False, True), repeat=2))  # of templates that render calls
+# of templates that render calls
+KINDS = tuple(Needs(short_ids=ids, json_text=text) for ids, text in product((False, True), repeat=2))
 WRONG = ("None", "{'", '{\\"')  # a null, a Python object and JSON within JSON, printed into the text
 
 
@@ -116,12 +134,16 @@ def calling(*values: str) -> list[Message]:
         {"id": id, "type": "function", "function": {"name": NAME, "arguments": {"key": value}}}
         for id, value in zip(ids, values, strict=True)
     ]
-    results = [{"role": "tool", "tool_call_id": id, "content": f"{RESULT} of {value}"} for id, value in zip(ids, values, strict=True)]
+    results = [
+        {"role": "tool", "tool_call_id": id, "content": f"{RESULT} of {value}"}
+        for id, value in zip(ids, values, strict=True)
+    ]
     return [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
 
 
 def needs_of(render: Render) -> Needs:
-    """The first that suits, the plainest first. Where nothing does, conversations with calls fail with the template's own words."""
+    """The first that suits, the plainest first. Where nothing does, conversations with calls fail with the
+    template's own words."""
 
     def tried(needs: Needs, *messages: Message, tool: dict[str, Any] = TOOL) -> str:
         try:
@@ -133,18 +155,33 @@ def needs_of(render: Render) -> Needs:
 
     def shows(needs: Needs, *values: str) -> bool:
         # As the newest turn, and further back, where some templates write less.
-        newest, older = tried(needs, USER, *calling(*values)), tried(needs, USER, *calling(*values), ANSWER, USER)
+        newest, older = (
+            tried(needs, USER, *calling(*values)),
+            tried(needs, USER, *calling(*values), ANSWER, USER),
+        )
         same = all(text.count(word) == plain.count(word) for word in WRONG for text in (newest, older))
-        whole = all(text.count(f"{RESULT} of {value}") == 1 and text.count(value) == 2 for value in values for text in (newest, older))
+        whole = all(
+            text.count(f"{RESULT} of {value}") == 1 and text.count(value) == 2
+            for value in values
+            for text in (newest, older)
+        )
         return same and whole
 
     suits = next((kind for kind in [*KINDS, Needs(in_text=True)] if shows(kind, VALUES[0])), Needs())
 
     def shows_thought(content: str) -> bool:
         call, result = calling(VALUES[0])
-        return THOUGHT in tried(suits, USER, {**call, "reasoning_content": THOUGHT, "content": content}, result)
+        return THOUGHT in tried(
+            suits, USER, {**call, "reasoning_content": THOUGHT, "content": content}, result
+        )
 
     one_call = not shows(suits, *VALUES) and shows(replace(suits, one_call=True), *VALUES)
     one_text = shows_thought("") and not shows_thought("text")
     described = bool(plain) and not tried(Needs(), USER, tool=UNDESCRIBED)
-    return replace(suits, one_call=one_call, tools_told=not plain or NAME in plain, one_text=one_text, described=described)
+    return replace(
+        suits,
+        one_call=one_call,
+        tools_told=not plain or NAME in plain,
+        one_text=one_text,
+        described=described,
+    )

@@ -1,6 +1,8 @@
-"""Tools and reasoning in a request: what is asked for, what the model is told, what its output must and may look like.
+"""Tools and reasoning in a request: what is asked for, what the model is told, what its output must and may
+look like.
 
-No HTTP layout here: every endpoint with tools reads its body into a ToolUse, and gives the output's text to the parser it makes.
+No HTTP layout here: every endpoint with tools reads its body into a ToolUse, and gives the output's text to
+the parser it makes.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`choice`: none, auto, required or named, the name being `only` then. `several`: more than one call in an answer is wanted."""
+    """`choice`: none, auto, required or named, the name being `only` then. `several`: more than one call in
+    an answer is wanted."""
 
     definitions: list[dict[str, Any]]  # as the client gave them
     tools: list[Tool]
@@ -53,26 +56,35 @@ class ToolUse:
         return self.choice in ("required", "named")
 
 
-def tool_use(tools: Any, choice: Any, parallel: bool | None, formats: Formats, prompt_only: bool = False) -> ToolUse:
-    """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. `prompt_only`: nothing will be generated. Raises InvalidRequest that names
-    the place."""
+def tool_use(
+    tools: Any, choice: Any, parallel: bool | None, formats: Formats, prompt_only: bool = False
+) -> ToolUse:
+    """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. `prompt_only`: nothing will be generated.
+    Raises InvalidRequest that names the place."""
     entries = definitions(tools)
     offered = [tool(entry["function"], f"tools[{index}].function") for index, entry in enumerate(entries)]
     names = [definition.name for definition in offered]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise InvalidRequest(f"tools[{index}].function.name: {name!r} is there twice", f"tools[{index}].function.name")
+            raise InvalidRequest(
+                f"tools[{index}].function.name: {name!r} is there twice", f"tools[{index}].function.name"
+            )
     kind, only = chosen(choice, bool(offered))
     if not offered:
         if kind in ("required", "named"):
-            raise InvalidRequest(f"tool_choice {kind!r} needs tools" if only is None else "tool_choice needs tools", "tool_choice")
+            raise InvalidRequest(
+                f"tool_choice {kind!r} needs tools" if only is None else "tool_choice needs tools",
+                "tool_choice",
+            )
         return ToolUse([], [])
     if only is not None and only not in names:
         raise InvalidRequest(f"tool_choice names {only[:100]!r}, which is none of the tools", "tool_choice")
     if kind == "auto" and formats.tool_calls is None and not prompt_only:
         raise InvalidRequest(
-            "tool_choice 'auto' needs to know how this model writes calls, which its chat template does not show: start the server with "
-            f"--tool-call-parser ({', '.join(TOOL_CALLS.names())}), or ask for 'required' or for one tool by name", "tool_choice",
+            "tool_choice 'auto' needs to know how this model writes calls, which its chat template "
+"does not show: start the server with "
+            f"--tool-call-parser ({', '.join(TOOL_CALLS.names())}), or ask for 'required' or for "
+f"one tool by name", "tool_choice",
         )  # fmt: skip
     return ToolUse(entries, offered, kind, only, kind != "named" and parallel is not False)
 
@@ -99,9 +111,13 @@ def tool(function: dict[str, Any], place: str) -> Tool:
     name, description, strict = (function.get(field) for field in ("name", "description", "strict"))
     name = checked_name(name, f"{place}.name")
     if description is not None and not isinstance(description, str):
-        raise InvalidRequest(f"{place}.description must be a string, got {type(description).__name__}", f"{place}.description")
+        raise InvalidRequest(
+            f"{place}.description must be a string, got {type(description).__name__}", f"{place}.description"
+        )
     if strict is not None and not isinstance(strict, bool):
-        raise InvalidRequest(f"{place}.strict must be true or false, got {type(strict).__name__}", f"{place}.strict")
+        raise InvalidRequest(
+            f"{place}.strict must be true or false, got {type(strict).__name__}", f"{place}.strict"
+        )
     try:
         # Spelled out, so that half a surrogate pair is seen.
         check_text(json.dumps(function, ensure_ascii=False), place)
@@ -116,7 +132,9 @@ def tool(function: dict[str, Any], place: str) -> Tool:
 
 def checked_name(name: Any, place: str) -> str:
     if not isinstance(name, str) or not NAME.match(name):
-        raise InvalidRequest(f"{place} must be 1 to 128 letters, digits and _ - . : /, got {SHORT.repr(name)}", place)
+        raise InvalidRequest(
+            f"{place} must be 1 to 128 letters, digits and _ - . : /, got {SHORT.repr(name)}", place
+        )
     return name
 
 
@@ -125,7 +143,9 @@ def chosen(choice: Any, offered: bool) -> tuple[Literal["none", "auto", "require
         return "auto" if offered else "none", None
     if isinstance(choice, str) and choice in CHOICES:
         return cast(Literal["none", "auto", "required"], choice), None
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    function = (
+        choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    )
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         wanted = "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
@@ -155,32 +175,57 @@ class OutputPlan:
         return self.calls is not None and self.use.forced and self.separate_reasoning
 
     def parser(self) -> OutputParser:
-        return OutputParser(self.thinking, self.opening, self.calls, separate_reasoning=self.separate_reasoning)
+        return OutputParser(
+            self.thinking, self.opening, self.calls, separate_reasoning=self.separate_reasoning
+        )
 
 
-def output_plan(use: ToolUse, prompt: str, formats: Formats, *, begun: str | None = None, separate_reasoning: bool = True) -> OutputPlan:
-    """`prompt`: as rendered; its end says whether the model is already thinking. `begun`: what the client wrote of the answer."""
+def output_plan(
+    use: ToolUse, prompt: str, formats: Formats, *, begun: str | None = None, separate_reasoning: bool = True
+) -> OutputPlan:
+    """`prompt`: as rendered; its end says whether the model is already thinking. `begun`: what the client
+    wrote of the answer."""
     calls = None if use.choice == "none" else call_format(use, formats)
     thinking = None if formats.reasoning is None else REASONINGS.get(formats.reasoning)
-    opening = Opening.NONE if thinking is None else thinking.opening(prompt) if begun is None else thinking.goes_on(begun)
+    opening = (
+        Opening.NONE
+        if thinking is None
+        else thinking.opening(prompt)
+        if begun is None
+        else thinking.goes_on(begun)
+    )
     return OutputPlan(use, calls, thinking, opening, separate_reasoning)
 
 
 def planned(plan: OutputPlan, sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """`sampling` with what the plan asks of it: the grammar of forced calls, room for reasoning, and markers that stay visible."""
+    """`sampling` with what the plan asks of it: the grammar of forced calls, room for reasoning, and markers
+    that stay visible."""
     spell = spelled_by(tokenizer.marker_id)
     if plan.calls is not None and plan.use.forced:
         # As at the peers a form of the answer is one of answers without calls.
         if sampling.grammar is not None and sampling.grammar.field != "response_format":
-            raise InvalidRequest("tool_choice and another constraint of the output exclude each other: give one of them", "tool_choice")
-        sampling = replace(sampling, grammar=GrammarSpec("tool_calls", calls_grammar(plan.use, plan.calls, spell)))
+            raise InvalidRequest(
+                "tool_choice and another constraint of the output exclude each other: give one of them",
+                "tool_choice",
+            )
+        sampling = replace(
+            sampling, grammar=GrammarSpec("tool_calls", calls_grammar(plan.use, plan.calls, spell))
+        )
     elif plan.calls is not None and sampling.grammar is not None:
         # The constraint is one of the answer: a model that may call tools must still be able to.
-        sampling = replace(sampling, grammar=replace(sampling.grammar, instead=calls_grammar(plan.use, plan.calls, spell)))
+        sampling = replace(
+            sampling, grammar=replace(sampling.grammar, instead=calls_grammar(plan.use, plan.calls, spell))
+        )
     if sampling.grammar is not None and plan.thinking is not None:
         lead = "" if sampling.grammar.kind == "tool_calls" else plan.thinking.lead(plan.opening, spell)
-        sampling = replace(sampling, grammar=replace(sampling.grammar, front=plan.thinking.front(plan.opening, spell), lead=lead))
-    tokens = [*((*plan.calls.markers, *plan.calls.tokens) if plan.calls else ()), *(plan.thinking.tokens if plan.thinking else ())]
+        sampling = replace(
+            sampling,
+            grammar=replace(sampling.grammar, front=plan.thinking.front(plan.opening, spell), lead=lead),
+        )
+    tokens = [
+        *((*plan.calls.markers, *plan.calls.tokens) if plan.calls else ()),
+        *(plan.thinking.tokens if plan.thinking else ()),
+    ]
     if any(tokenizer.marker_id(token) in tokenizer.hidden_ids for token in tokens):
         sampling = replace(sampling, skip_special_tokens=False)
     return sampling
@@ -198,13 +243,17 @@ def calls_grammar(use: ToolUse, calls: CallFormat, spell: Spell) -> str:
             raise InvalidRequest(f"{place}: {error}", place) from error
     grammar = calls.grammar(wanted, use.several, spell)
     if len(grammar) > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(f"tools make a grammar of {len(grammar)} characters, at most {MAX_GRAMMAR_BYTES} are allowed", "tools")
+        raise InvalidRequest(
+            f"tools make a grammar of {len(grammar)} characters, at most {MAX_GRAMMAR_BYTES} are allowed",
+            "tools",
+        )
     return grammar
 
 
-# -- what a template is given beside the messages ---------------------------------------------------------------------------------
+# -- what a template is given beside the messages ------------------------------------------------------------
 
-ALWAYS_KNOWN = frozenset({"enable_thinking", "thinking", "reasoning_effort"})  # switches that not every template has
+# switches that not every template has
+ALWAYS_KNOWN = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
 MAX_VALUE = 256  # characters
 MAX_VARIABLES = 16
 
@@ -217,24 +266,33 @@ def default_variables(config: ServerConfig, tokenizer: Tokenizer) -> dict[str, A
         raise ConfigError(f"--default-chat-template-kwargs: {error}") from error
 
 
-def template_variables(kwargs: Mapping[str, Any] | None, effort: str | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Plain values for variables that the model's own template mentions: nothing that could change what the library does."""
+def template_variables(
+    kwargs: Mapping[str, Any] | None, effort: str | None, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Plain values for variables that the model's own template mentions: nothing that could change what the
+    library does."""
     variables: dict[str, Any] = {}
     if effort is not None:
-        variables = {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
+        variables = {"reasoning_effort": effort} | (
+            {"enable_thinking": False, "thinking": False} if effort == "none" else {}
+        )
     if len(kwargs or {}) > MAX_VARIABLES:
         raise InvalidRequest(
-            f"chat_template_kwargs has {len(kwargs or {})} entries, at most {MAX_VARIABLES} are allowed", "chat_template_kwargs"
+            f"chat_template_kwargs has {len(kwargs or {})} entries, at most {MAX_VARIABLES} are allowed",
+            "chat_template_kwargs",
         )
     for name, value in (kwargs or {}).items():
         place = f"chat_template_kwargs.{name[:50]}"
-        if name not in ALWAYS_KNOWN and not (name.isidentifier() and len(name) <= MAX_VALUE and tokenizer.template_takes(name)):
+        if name not in ALWAYS_KNOWN and not (
+            name.isidentifier() and len(name) <= MAX_VALUE and tokenizer.template_takes(name)
+        ):
             raise InvalidRequest(f"{place}: the model's chat template has no such variable", place)
         if not isinstance(value, bool | int | float | str | None) or len(str(value)) > MAX_VALUE:
             raise InvalidRequest(f"{place} must be a short string, a number, true, false or null", place)
         check_text(str(value), place)
         variables[name] = value
-    for name, other in (("enable_thinking", "thinking"), ("thinking", "enable_thinking")):  # one switch, of two names
+    # one switch, of two names
+    for name, other in (("enable_thinking", "thinking"), ("thinking", "enable_thinking")):
         if isinstance(variables.get(name), bool):
             variables.setdefault(other, variables[name])
     return variables

@@ -1,7 +1,7 @@
 """Keys, request ids and the access log. Plain ASGI around the app; knows no route's body.
 
-Every path needs the key, also one without a route, except those of OPEN. What the log says of a request is its
-method, path, status and duration: never its headers, query or body.
+Every path needs the key, also one without a route, except those of OPEN. What the log says of a request is
+its method, path, status and duration: never its headers, query or body.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/health", "/ready", "/ping"})  # for load balancers
 OPEN = PROBES | {"/", "/docs"}  # pages ask for the key, and send it with what they ask
-MANAGEMENT = frozenset({"/abort_request", "/flush_cache", "/reset_prefix_cache", "/start_profile", "/stop_profile"})
+MANAGEMENT = frozenset(
+    {"/abort_request", "/flush_cache", "/reset_prefix_cache", "/start_profile", "/stop_profile"}
+)
 CHANGED = frozenset({"/v1/spec"})  # these too, where they are not only read
-QUIET = PROBES | {"/metrics", "/stats", "/stats/history", "/stats/requests"} | CHANGED  # asked every few seconds: in the debug log alone
+# asked every few seconds: in the debug log alone
+QUIET = PROBES | {"/metrics", "/stats", "/stats/history", "/stats/requests"} | CHANGED
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_LOGGED = 200
 SWITCHED = 101  # the status of an accepted WebSocket
 
 
 def with_keys(config: ServerConfig) -> ServerConfig:
-    """The configuration with the keys that its files name, one a line. Raises ConfigError, without a key in it."""
+    """The configuration with the keys that its files name, one a line. Raises ConfigError, without a key in
+    it."""
     return replace(
         config,
         api_key=(*config.api_key, *keys_in(config.api_key_file, "api-key-file")),
@@ -88,7 +92,9 @@ class Keys:
             return None
         if self.keys and not is_known:
             message = "a key is needed: send Authorization: Bearer KEY"
-            return Refusal(401, error_body(401, message, code="invalid_api_key"), {"WWW-Authenticate": "Bearer"})
+            return Refusal(
+                401, error_body(401, message, code="invalid_api_key"), {"WWW-Authenticate": "Bearer"}
+            )
         if self.admin_keys and path in (MANAGEMENT | CHANGED if method_of(scope) == "POST" else MANAGEMENT):
             return Refusal(403, error_body(403, f"{path} needs the admin's key", code="admin_key_required"))
         return None
@@ -100,7 +106,8 @@ def method_of(scope: Scope) -> str:
 
 
 class SocketOrigins:
-    """ASGI middleware: 403 for a WebSocket that another site's page opens. Browsers do not ask first, as they do for other requests.
+    """ASGI middleware: 403 for a WebSocket that another site's page opens. Browsers do not ask first, as they
+    do for other requests.
 
     `allowed`: origins, or "*" for all; what is no browser sends no origin.
     """
@@ -136,8 +143,8 @@ def fits(key_digest: bytes, keys: list[bytes]) -> bool:
 
 
 class RootPath:
-    """ASGI middleware: takes the path under which a proxy, or an app that this one is mounted in, offers the server off the requests'
-    paths, where it is still there. Keys, log and routes then see the same path."""
+    """ASGI middleware: takes the path under which a proxy, or an app that this one is mounted in, offers the
+    server off the requests' paths, where it is still there. Keys, log and routes then see the same path."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self.app, self.root = app, root
@@ -164,11 +171,16 @@ class RequestLog:
         start, status = perf_counter(), 500
         header_id = Headers(scope=scope).get("x-request-id", "")
         id = header_id if REQUEST_ID.fullmatch(header_id) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = id  # for the handler of bugs, whose answer does not pass here
+        # for the handler of bugs, whose answer does not pass here
+        scope.setdefault("state", {})["request_id"] = id
 
         async def named(message: Message) -> None:
             nonlocal status
-            if message["type"] in ("http.response.start", "websocket.http.response.start", "websocket.accept"):
+            if message["type"] in (
+                "http.response.start",
+                "websocket.http.response.start",
+                "websocket.accept",
+            ):
                 status = message.get("status", SWITCHED)
                 message.setdefault("headers", [])
                 MutableHeaders(scope=message)["x-request-id"] = id
@@ -182,4 +194,14 @@ class RequestLog:
             who = scope["client"][0] if scope.get("client") else "-"
             path = printable(scope["path"], MAX_LOGGED)
             failure = f" {scope['state']['failure']}" if "failure" in scope["state"] else ""
-            log.log(level, "%s %s %s %d %.3f s %s%s", who, method, path, status, perf_counter() - start, id, failure)
+            log.log(
+                level,
+                "%s %s %s %d %.3f s %s%s",
+                who,
+                method,
+                path,
+                status,
+                perf_counter() - start,
+                id,
+                failure,
+            )

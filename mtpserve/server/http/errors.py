@@ -1,7 +1,9 @@
-"""Every error's way to HTTP: one place, one shape, OpenAI's `{"error": {"message", "type", "param", "code"}}`. On Anthropic's routes it is
-Anthropic's too, which has `"type": "error"` beside it and other words for the error's type.
+"""Every error's way to HTTP: one place, one shape, OpenAI's `{"error": {"message", "type", "param",
+"code"}}`. On Anthropic's routes it is Anthropic's too, which has `"type": "error"` beside it and other words
+for the error's type.
 
-Texts are cut and made printable here, so that no request can make a large, unencodable or line-breaking error out of its input.
+Texts are cut and made printable here, so that no request can make a large, unencodable or line-breaking error
+out of its input.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, QueueFull, RequestFailed, ShuttingDown
+from mtpserve.core.errors import (
+    EngineBusy,
+    EngineDead,
+    InvalidRequest,
+    MTPServeError,
+    QueueFull,
+    RequestFailed,
+    ShuttingDown,
+)
 from mtpserve.server.http.rendering import JSON, Rendered
 
 T = TypeVar("T")
@@ -41,13 +51,20 @@ CODES = {
 STATUS_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 ANTHROPICS = "/v1/messages"
-ANTHROPICS_KINDS = {404: "not_found_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
-# By the field that is refused: with these, Anthropic's clients send the whole conversation instead of a thread's next message.
+ANTHROPICS_KINDS = {
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
+# By the field that is refused: with these, Anthropic's clients send the whole conversation instead of a
+# thread's next message.
 ANTHROPICS_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 RETRY_AFTER = {"Retry-After": "1"}
 # What errors quote of a request: after "got" all of the rest.
 VALUES = re.compile(r"""(?<= got ).*|(?<!\w)(?:'[^']*'|"[^"]*")""", re.DOTALL)
-NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients would ask twice again for what took too long already
+# OpenAI's clients would ask twice again for what took too long already
+NO_RETRY = {"x-should-retry": "false"}
 
 
 class ModelNotFound(InvalidRequest):
@@ -63,7 +80,8 @@ class NotStored(InvalidRequest):
 
 
 class PreviousNotStored(InvalidRequest):
-    """→ 400 with the code after which clients send the whole conversation, for a response that a request is to go on from"""
+    """→ 400 with the code after which clients send the whole conversation, for a response that a request is
+    to go on from"""
 
 
 class Unsupported(InvalidRequest):
@@ -113,16 +131,21 @@ class Refusal(JSON):
 
 
 def note(scope: Scope, body: ErrorAnswer) -> None:
-    """For the access log, why a request failed: without the values that it had, which may be text of a prompt."""
+    """For the access log, why a request failed: without the values that it had, which may be text of a
+    prompt."""
     error = body.error
     reason = error.message if error.type == "server_error" else VALUES.sub("…", error.message)
-    scope.setdefault("state", {})["failure"] = printable(f"{error.type} {error.code or ''}: {reason}", MAX_INPUT)
+    scope.setdefault("state", {})["failure"] = printable(
+        f"{error.type} {error.code or ''}: {reason}", MAX_INPUT
+    )
 
 
 def anthropics(status: int, body: ErrorAnswer) -> AnthropicError:
     error = body.error
     kind, details = ANTHROPICS_KINDS.get(status, error.type), ANTHROPICS_DETAILS.get(error.param or "", UNSET)
-    return AnthropicError("error", AnthropicErrorObject(error.message, kind, error.param, error.code, details))
+    return AnthropicError(
+        "error", AnthropicErrorObject(error.message, kind, error.param, error.code, details)
+    )
 
 
 @contextlib.contextmanager
@@ -134,7 +157,9 @@ def renamed(names: dict[str, str]) -> Iterator[None]:
         if not names:
             raise
         pattern = "|".join(re.escape(name) for name in names)
-        renamed_param = re.sub(rf"(?<!\w)(?:{pattern})(?!\w)", lambda match: names[match[0]], error.param or "")
+        renamed_param = re.sub(
+            rf"(?<!\w)(?:{pattern})(?!\w)", lambda match: names[match[0]], error.param or ""
+        )
         if error.param is None or renamed_param == error.param:
             raise
         raise type(error)(str(error).replace(error.param, renamed_param), renamed_param) from error
@@ -153,7 +178,9 @@ def printable(text: str, limit: int) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorAnswer:
+def error_body(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> ErrorAnswer:
     kind = "server_error" if status >= 500 else KINDS.get(status, "invalid_request_error")
     param = None if param is None else printable(param, MAX_INPUT)
     return ErrorAnswer(ErrorObject(printable(message, MAX_MESSAGE), kind, param, code))
@@ -186,7 +213,9 @@ def describe(error: Exception) -> tuple[int, ErrorAnswer]:
 
 def error_response(error: Exception) -> Response:
     status, body = describe(error)
-    headers = RETRY_AFTER if status in (429, 503) else NO_RETRY if isinstance(error, DeadlineExceeded) else None
+    headers = (
+        RETRY_AFTER if status in (429, 503) else NO_RETRY if isinstance(error, DeadlineExceeded) else None
+    )
     return Refusal(status, body, headers)
 
 
@@ -200,7 +229,9 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None, str]:
         first = first if first is not None else (loc[0] if loc else None)
         match error["type"]:
             case "json_invalid":
-                lines.append(f"the body is not valid JSON: {error['ctx']['error']} at position {error['loc'][-1]}")
+                lines.append(
+                    f"the body is not valid JSON: {error['ctx']['error']} at position {error['loc'][-1]}"
+                )
             case "extra_forbidden":
                 lines.append(f"{'.'.join(loc)}: unknown field")
             case _ if not loc:
@@ -208,7 +239,9 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None, str]:
             case "missing":
                 lines.append(f"{'.'.join(loc)}: field required")
             case _:
-                lines.append(f"{'.'.join(loc)}: {error['msg']}, got {printable(SHORT.repr(error['input']), MAX_INPUT)}")
+                lines.append(
+                    f"{'.'.join(loc)}: {error['msg']}, got {printable(SHORT.repr(error['input']), MAX_INPUT)}"
+                )
     if len(errors) > MAX_ERRORS:
         lines.append(f"and {len(errors) - MAX_ERRORS} more")
     kind = errors[0]["type"]
@@ -240,12 +273,24 @@ def add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         status, headers = error.status_code, error.headers
         if status == 405:  # Starlette's own names the methods of one route, and a path may have several
-            routes = [route for route in app.routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE]
+            routes = [
+                route
+                for route in app.routes
+                if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+            ]
             # Not those that have an id where this one has a name.
             routes = [route for route in routes if route.path == request.scope["path"]] or routes
-            headers = {"Allow": ", ".join(sorted({method for route in routes for method in route.methods or ()}))}
-        message = f"{request.method} {request.url.path}: {error.detail}" if status in (404, 405) else str(error.detail)
-        return Refusal(status, error_body(status, message, code=STATUS_CODES.get(status, "invalid_request")), headers)
+            headers = {
+                "Allow": ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+            }
+        message = (
+            f"{request.method} {request.url.path}: {error.detail}"
+            if status in (404, 405)
+            else str(error.detail)
+        )
+        return Refusal(
+            status, error_body(status, message, code=STATUS_CODES.get(status, "invalid_request")), headers
+        )
 
     app.add_exception_handler(MTPServeError, failed)
     app.add_exception_handler(ClientGone, gone)

@@ -1,7 +1,9 @@
-"""How much a client may send, and how slowly it may send and read. Refused while it happens, not after it was collected.
+"""How much a client may send, and how slowly it may send and read. Refused while it happens, not after it was
+collected.
 
-What waits for a client that does not read is bounded three times: the engine's client holds so many events for each request and
-then ends it; uvicorn stops asking for more once the socket takes nothing; and the connection is cut after the write timeout.
+What waits for a client that does not read is bounded three times: the engine's client holds so many events
+for each request and then ends it; uvicorn stops asking for more once the socket takes nothing; and the
+connection is cut after the write timeout.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ READING, WRITING = "send its request", "read its answer"  # what is waited for
 
 
 class BoundedHTTP(HttpToolsProtocol):
-    """uvicorn's fast parser, which by itself has no limit for headers, for the time that a request takes to arrive, or for the time that a
-    client takes to read.
+    """uvicorn's fast parser, which by itself has no limit for headers, for the time that a request takes to
+    arrive, or for the time that a client takes to read.
 
-    It overrides uvicorn's internals: pyproject.toml bounds uvicorn's version, and a test names what must be there."""
+    It overrides uvicorn's internals: pyproject.toml bounds uvicorn's version, and a test names what must be
+    there."""
 
     def __init__(self, *arguments: Any, read_timeout: float, write_timeout: float, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -68,7 +71,8 @@ class BoundedHTTP(HttpToolsProtocol):
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        if self.cycle is None or self.cycle.response_complete:  # an idle connection, whose own timer ends with the first byte
+        # an idle connection, whose own timer ends with the first byte
+        if self.cycle is None or self.cycle.response_complete:
             self._wait(READING, self._read_timeout)
         super().data_received(data)
         if self._in_headers and not self.transport.is_closing():
@@ -86,7 +90,10 @@ class BoundedHTTP(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         body = msgspec.json.encode(error_body(status, message, code=code))
-        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: "
+            f"application/json\r\ncontent-length: {len(body)}\r\n"
+        )
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 
@@ -95,7 +102,12 @@ class BoundedHTTP(HttpToolsProtocol):
             self._timers[what] = self.loop.call_later(seconds, self._give_up, what, seconds)
 
     def _give_up(self, what: str, seconds: float) -> None:
-        log.info("%s: a connection is closed: its client did not %s within %g s", (self.client or ("-",))[0], what, seconds)
+        log.info(
+            "%s: a connection is closed: its client did not %s within %g s",
+            (self.client or ("-",))[0],
+            what,
+            seconds,
+        )
         self._stop_waiting(READING, WRITING)
         if self._in_headers and (self.cycle is None or self.cycle.response_complete):
             self._refuse(408, f"the request did not arrive within {seconds:g} s", "request_timeout")
@@ -109,7 +121,8 @@ class BoundedHTTP(HttpToolsProtocol):
 
 
 class BoundedSocket(WebSocketsSansIOProtocol):
-    """uvicorn's WebSocket, which by itself waits for ever for a client that does not read. It overrides uvicorn's internals, too."""
+    """uvicorn's WebSocket, which by itself waits for ever for a client that does not read. It overrides
+    uvicorn's internals, too."""
 
     def __init__(self, *arguments: Any, write_timeout: float, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -130,7 +143,9 @@ class BoundedSocket(WebSocketsSansIOProtocol):
 
     def _give_up(self) -> None:
         who = (self.client or ("-",))[0]
-        log.info("%s: a WebSocket is closed: its client did not %s within %g s", who, WRITING, self._write_timeout)
+        log.info(
+            "%s: a WebSocket is closed: its client did not %s within %g s", who, WRITING, self._write_timeout
+        )
         self.transport.abort()
 
     def _stop_waiting(self) -> None:

@@ -1,5 +1,6 @@
-"""What routes answer: Structs that are rendered as they are, and from which the OpenAPI document is made. Nothing else is rendered,
-but for what a checkpoint says of its tokenizer, whose fields nobody knows before."""
+"""What routes answer: Structs that are rendered as they are, and from which the OpenAPI document is made.
+Nothing else is rendered, but for what a checkpoint says of its tokenizer, whose fields nobody knows
+before."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def finite(logprob: float) -> float:
 
 
 class Rendered(msgspec.Struct):
-    """An answer, or a part of one. A field that is UNSET is left out; every other field is in every answer."""
+    """An answer, or a part of one. A field that is UNSET is left out; every other field is in every
+    answer."""
 
 
 class JSON(JSONResponse):
@@ -28,9 +30,12 @@ class JSON(JSONResponse):
 
 
 def described(answers: Iterable[tuple[Any, ...]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """The schemas of what each route answers, which is one of the types given for it; and those that they refer to, by name."""
+    """The schemas of what each route answers, which is one of the types given for it; and those that they
+    refer to, by name."""
     route_kinds = list(answers)
-    schemas, components = msgspec.json.schema_components([kind for kinds in route_kinds for kind in kinds], ref_template=REFERENCE)
+    schemas, components = msgspec.json.schema_components(
+        [kind for kinds in route_kinds for kind in kinds], ref_template=REFERENCE
+    )
     for kind in subclasses(Rendered):
         if kind.__name__ in components:
             components[kind.__name__]["required"] = list(always_there(kind))

@@ -1,6 +1,7 @@
 """Writing an answer while watching for the client's disconnect. Plain ASGI; knows nothing of what is written.
 
-A disconnect is a message on `receive`, and it must be read while the engine computes, not when the next write fails.
+A disconnect is a message on `receive`, and it must be read while the engine computes, not when the next write
+fails.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ T = TypeVar("T")
 COMMENT = b": waiting\n\n"  # event streams begin comments with a colon; clients skip them
 WRITES_IN_A_ROW = 4
 DONE = b"data: [DONE]\n\n"
-HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the latter: nginx would collect the chunks
+# the latter: nginx would collect the chunks
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class Pause:
@@ -79,8 +81,9 @@ async def with_pauses(objects: AsyncGenerator[T, None], seconds: float) -> Async
 class EventStream(Response):
     """Server-sent events from a generator of lists of objects: an event for each, and one write for a list.
 
-    The response starts with the first list, so that a request that is refused gets a status code. A failure after that is an
-    `error` event, and no [DONE] follows: clients raise on it instead of taking the text for complete.
+    The response starts with the first list, so that a request that is refused gets a status code. A failure
+    after that is an `error` event, and no [DONE] follows: clients raise on it instead of taking the text for
+    complete.
     """
 
     media_type = "text/event-stream"
@@ -93,7 +96,8 @@ class EventStream(Response):
         return describe(error)[1]
 
     def __init__(self, objects: AsyncGenerator[Sequence[Any], None], keep_alive: float = 0) -> None:
-        """`keep_alive`: seconds of silence after which a comment is sent; the response then starts with it. 0: never."""
+        """`keep_alive`: seconds of silence after which a comment is sent; the response then starts with it.
+        0: never."""
         super().__init__(headers=HEADERS)
         self._keep_alive = keep_alive
         del self.headers["content-length"]
@@ -110,14 +114,24 @@ class EventStream(Response):
             try:
                 async for some in paused:
                     if not started:
-                        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                        await send(
+                            {
+                                "type": "http.response.start",
+                                "status": self.status_code,
+                                "headers": self.raw_headers,
+                            }
+                        )
                         started = True
-                    body = COMMENT if isinstance(some, Pause) else b"".join([self.encoded(chunk) for chunk in some])
+                    body = (
+                        COMMENT
+                        if isinstance(some, Pause)
+                        else b"".join([self.encoded(chunk) for chunk in some])
+                    )
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     written += 1
                     if written % WRITES_IN_A_ROW == 0:
-                        # A backlog would be written without a pause, also to a client that has left: cancellation and other requests get
-                        # their turn here.
+                        # A backlog would be written without a pause, also to a client that has left:
+                        # cancellation and other requests get their turn here.
                         await asyncio.sleep(0)
                 last = self.last
             except MTPServeError as error:
@@ -130,7 +144,8 @@ class EventStream(Response):
 
 
 class NamedEventStream(EventStream):
-    """Events with their objects' type as their name, and nothing after the last one: Anthropic's streams, and OpenAI's newer ones."""
+    """Events with their objects' type as their name, and nothing after the last one: Anthropic's streams, and
+    OpenAI's newer ones."""
 
     last = b""
 

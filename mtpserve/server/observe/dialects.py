@@ -1,8 +1,10 @@
-"""The same facts under the names, types and labels of SGLang and vLLM, so that dashboards and clients made for them work here.
+"""The same facts under the names, types and labels of SGLang and vLLM, so that dashboards and clients made
+for them work here.
 
-What a peer exports and this server does not measure (a request's cached tokens by tier, CUDA graphs, several devices, …) is left out: a
-missing name is clearer than a zero; tests/server/peer_metrics.json has the reason for each. Buckets are the peers' too, since boards
-compute quantiles from them. As of SGLang 0.5.23 and vLLM 0.32.
+What a peer exports and this server does not measure (a request's cached tokens by tier, CUDA graphs, several
+devices, …) is left out: a missing name is clearer than a zero; tests/server/peer_metrics.json has the reason
+for each. Buckets are the peers' too, since boards compute quantiles from them. As of SGLang 0.5.23 and vLLM
+0.32.
 """
 
 from __future__ import annotations
@@ -18,12 +20,41 @@ from mtpserve.server.observe.observed import STEP_HELP, Family, Observed, Observ
 
 SGLANG_FIRST = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 SGLANG_TOKEN = (
-    0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8,
+    0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6,
+    0.8, 1, 2, 4, 6, 8,
 )  # fmt: skip
 SGLANG_REQUEST = (*SGLANG_FIRST, 600, 1200, 1800, 2400)
-SGLANG_QUEUE = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 50, 60, 80, 100, 200, 400, 800, 1600)
+SGLANG_QUEUE = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    2,
+    3,
+    4,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    80,
+    100,
+    200,
+    400,
+    800,
+    1600,
+)
 VLLM_FIRST = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+    640, 2560,
 )  # fmt: skip
 VLLM_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 VLLM_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -34,8 +65,16 @@ LENGTHS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 Fact = tuple[str, str, Callable[[EngineStats], float | None]]
 VLLM_COUNTERS: tuple[Fact, ...] = (
     ("prompt_tokens", "Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
-    ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", lambda stats: stats.cached_prompt_tokens_total),
-    ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", lambda stats: stats.prompt_tokens_total),
+    (
+        "prompt_tokens_cached",
+        "Prompt tokens found in the prefix cache.",
+        lambda stats: stats.cached_prompt_tokens_total,
+    ),
+    (
+        "prefix_cache_queries",
+        "Prompt tokens looked for in the prefix cache.",
+        lambda stats: stats.prompt_tokens_total,
+    ),
     ("prefix_cache_hits", "Prompt tokens found there.", lambda stats: stats.cached_prompt_tokens_total),
     ("generation_tokens", "Tokens generated.", lambda stats: stats.generation_tokens_total),
     ("num_preemptions", "Preemptions.", lambda stats: stats.preemptions_total),
@@ -54,10 +93,26 @@ VLLM_GAUGES: tuple[Fact, ...] = (
 
 # Newer names of kv_offload_total_…, one for each way.
 VLLM_OFFLOADS: tuple[Fact, ...] = (
-    ("kv_offload_load_bytes", "Bytes from host memory to the device.", lambda stats: stats.transfer_bytes_total.get("load", 0)),
-    ("kv_offload_store_bytes", "Bytes from the device to host memory.", lambda stats: stats.transfer_bytes_total.get("save", 0)),
-    ("kv_offload_load_time", "Seconds of these loads.", lambda stats: stats.transfer_seconds_total.get("load", 0)),
-    ("kv_offload_store_time", "Seconds of these stores.", lambda stats: stats.transfer_seconds_total.get("save", 0)),
+    (
+        "kv_offload_load_bytes",
+        "Bytes from host memory to the device.",
+        lambda stats: stats.transfer_bytes_total.get("load", 0),
+    ),
+    (
+        "kv_offload_store_bytes",
+        "Bytes from the device to host memory.",
+        lambda stats: stats.transfer_bytes_total.get("save", 0),
+    ),
+    (
+        "kv_offload_load_time",
+        "Seconds of these loads.",
+        lambda stats: stats.transfer_seconds_total.get("load", 0),
+    ),
+    (
+        "kv_offload_store_time",
+        "Seconds of these stores.",
+        lambda stats: stats.transfer_seconds_total.get("save", 0),
+    ),
 )
 Parts = Callable[[EngineStats], Iterable[tuple[str, float]]]  # values of a label, with theirs
 
@@ -67,33 +122,70 @@ class SGLang(Observer):
 
     prefix = "sglang:"
     finished = (
-        ("request_time_per_output_token_seconds", "A request's mean time per token.", SGLANG_TOKEN, lambda seen: seen.per_token),
+        (
+            "request_time_per_output_token_seconds",
+            "A request's mean time per token.",
+            SGLANG_TOKEN,
+            lambda seen: seen.per_token,
+        ),
         ("e2e_request_latency_seconds", "End-to-end latency.", SGLANG_REQUEST, lambda seen: seen.seconds),
-        ("prompt_tokens_histogram", "Prompt tokens per request.", LENGTHS, lambda seen: len(seen.request.prompt)),
-        ("uncached_prompt_tokens_histogram", "Prompt tokens per request that were computed.", LENGTHS, lambda seen: seen.computed),
+        (
+            "prompt_tokens_histogram",
+            "Prompt tokens per request.",
+            LENGTHS,
+            lambda seen: len(seen.request.prompt),
+        ),
+        (
+            "uncached_prompt_tokens_histogram",
+            "Prompt tokens per request that were computed.",
+            LENGTHS,
+            lambda seen: seen.computed,
+        ),
         ("generation_tokens_histogram", "Generated tokens per request.", LENGTHS, lambda seen: seen.tokens),
     )
 
-    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str, engines: int) -> None:
-        labels = {"model_name": model, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
+    def __init__(
+        self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str, engines: int
+    ) -> None:
+        labels = {
+            "model_name": model,
+            "engine_type": "unified",
+            "tp_rank": "0",
+            "pp_rank": "0",
+            "moe_ep_rank": "0",
+        }
         super().__init__(registry, scrape, labels)
         streaming = ("true", "false")
-        self._prompt = self.counter("prompt_tokens", "Prompt tokens of finished requests.", is_streaming=streaming)
-        self._cached = self.counter("cached_tokens", "Prompt tokens found in the prefix cache.", cache_source=("device",))
-        self._generated = self.counter("generation_tokens", "Tokens generated for finished requests.", is_streaming=streaming)
+        self._prompt = self.counter(
+            "prompt_tokens", "Prompt tokens of finished requests.", is_streaming=streaming
+        )
+        self._cached = self.counter(
+            "cached_tokens", "Prompt tokens found in the prefix cache.", cache_source=("device",)
+        )
+        self._generated = self.counter(
+            "generation_tokens", "Tokens generated for finished requests.", is_streaming=streaming
+        )
         self._requests = self.counter("num_requests", "Finished requests.", is_streaming=streaming)
         self._structured = self.counter("num_so_requests", "Finished requests whose output had a grammar.")
         self._aborted = self.counter("num_aborted_requests", "Requests whose client left.")
         self._first = self.histogram("time_to_first_token_seconds", "Time to first token.", SGLANG_FIRST)
-        self._token = self.histogram("inter_token_latency_seconds", "Time per token after the first.", SGLANG_TOKEN)
+        self._token = self.histogram(
+            "inter_token_latency_seconds", "Time per token after the first.", SGLANG_TOKEN
+        )
         self._queue = self.histogram("queue_time_seconds", "Time in the queue.", SGLANG_QUEUE)
 
     def families(self, now: Scrape) -> Iterable[Metric]:
         stats, card, rates = now.stats, now.card, now.rates
-        used, cached, total = (pages * card.page_size for pages in (stats.pages_used, stats.pages_cached, stats.pages_total))
+        used, cached, total = (
+            pages * card.page_size for pages in (stats.pages_used, stats.pages_cached, stats.pages_total)
+        )
         counters: list[Row] = [
             ("spec_verify_calls", "Verifications.", stats.drafts_total),
-            ("num_retracted_requests", "Requests that lost their pages and were computed again.", stats.preemptions_total),
+            (
+                "num_retracted_requests",
+                "Requests that lost their pages and were computed again.",
+                stats.preemptions_total,
+            ),
         ]
         gauges: list[Row] = [
             ("num_running_reqs", "Running requests.", stats.running),
@@ -101,20 +193,34 @@ class SGLang(Observer):
             ("token_usage", "Share of the KV pool in use.", stats.page_share),
             ("num_used_tokens", "Tokens' places in use in the KV pool.", used),
             ("kv_used_tokens", "Tokens' places in use in the KV pool.", used),
-            ("kv_evictable_tokens", "Tokens' places in the KV pool that nobody uses, in the prefix cache.", cached),
-            ("kv_available_tokens", "Tokens' places in the KV pool that hold nothing.", total - used - cached),
+            (
+                "kv_evictable_tokens",
+                "Tokens' places in the KV pool that nobody uses, in the prefix cache.",
+                cached,
+            ),
+            (
+                "kv_available_tokens",
+                "Tokens' places in the KV pool that hold nothing.",
+                total - used - cached,
+            ),
             ("max_total_num_tokens", "Tokens that the KV pool holds.", total),
             ("page_size", "Tokens in a page.", card.page_size),
             ("num_pages", "Pages in the KV pool.", stats.pages_total),
             ("context_len", "Context length.", card.context_length),
-            ("cache_hit_rate", "Share of prompt tokens found in the prefix cache, lately.", rates.cached_share),
+            (
+                "cache_hit_rate",
+                "Share of prompt tokens found in the prefix cache, lately.",
+                rates.cached_share,
+            ),
             ("gen_throughput", "Tokens generated per second, lately.", rates.tokens_per_second),
             ("spec_num_steps", "Depth of the drafts.", card.speculative_steps),
             ("spec_accept_length", "Tokens per verification, lately.", rates.accept_length),
             ("spec_accept_rate", "Accepted share of draft tokens, lately.", rates.accept_rate),
         ]
         if stats.tier_pages_total:
-            host, capacity = (sum(pages.values()) * card.page_size for pages in (stats.tier_pages, stats.tier_pages_total))
+            host, capacity = (
+                sum(pages.values()) * card.page_size for pages in (stats.tier_pages, stats.tier_pages_total)
+            )
             gauges += [
                 ("hicache_host_used_tokens", "Tokens in host memory.", host),
                 ("hicache_host_total_tokens", "Its capacity.", capacity),
@@ -128,7 +234,11 @@ class SGLang(Observer):
         for name, help, pages in (
             ("load_back_tokens", "Tokens loaded from host memory to the device.", moved.get("load", 0)),
             ("hicache_backup_tokens", "Tokens saved from the device to host memory.", moved.get("save", 0)),
-            ("hicache_dropped_tokens", "Tokens evicted for which host memory had no place.", stats.dropped_pages_total),
+            (
+                "hicache_dropped_tokens",
+                "Tokens evicted for which host memory had no place.",
+                stats.dropped_pages_total,
+            ),
         ):
             yield self.family(CounterMetricFamily, name, help, [(["kv"], pages * page_size)], "pool")
         counters: list[Row] = [
@@ -157,34 +267,76 @@ class SGLang(Observer):
 
 
 class VLLM(Observer):
-    """Its inter-token latency is per step: one observation, however many tokens came. Positions of drafts count from 0. Two facts are
-    there under their older names too: the boards that people have read those. All are by engine: what a request took, by the one that
-    has ended it."""
+    """Its inter-token latency is per step: one observation, however many tokens came. Positions of drafts
+    count from 0. Two facts are there under their older names too: the boards that people have read those. All
+    are by engine: what a request took, by the one that has ended it."""
 
     prefix = "vllm:"
     finished = (
-        ("request_time_per_output_token_seconds", "A request's mean time per token.", VLLM_TOKEN, lambda seen: seen.per_token),
+        (
+            "request_time_per_output_token_seconds",
+            "A request's mean time per token.",
+            VLLM_TOKEN,
+            lambda seen: seen.per_token,
+        ),
         ("e2e_request_latency_seconds", "End-to-end latency.", VLLM_REQUEST, lambda seen: seen.seconds),
-        ("request_decode_time_seconds", "From the first token to the last.", VLLM_REQUEST, lambda seen: seen.decoding),
-        ("request_prompt_tokens", "Prompt tokens per request.", LENGTHS, lambda seen: len(seen.request.prompt)),
-        ("request_prefill_kv_computed_tokens", "Prompt tokens per request that were computed.", LENGTHS, lambda seen: seen.computed),
+        (
+            "request_decode_time_seconds",
+            "From the first token to the last.",
+            VLLM_REQUEST,
+            lambda seen: seen.decoding,
+        ),
+        (
+            "request_prompt_tokens",
+            "Prompt tokens per request.",
+            LENGTHS,
+            lambda seen: len(seen.request.prompt),
+        ),
+        (
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens per request that were computed.",
+            LENGTHS,
+            lambda seen: seen.computed,
+        ),
         ("request_generation_tokens", "Generated tokens per request.", LENGTHS, lambda seen: seen.tokens),
         # Each choice is a request here.
-        ("request_max_num_generation_tokens", "Generated tokens per choice.", LENGTHS, lambda seen: seen.tokens),
-        ("request_params_max_tokens", "max_tokens of requests that gave one.", LENGTHS, lambda seen: seen.request.sampling.max_tokens),
+        (
+            "request_max_num_generation_tokens",
+            "Generated tokens per choice.",
+            LENGTHS,
+            lambda seen: seen.tokens,
+        ),
+        (
+            "request_params_max_tokens",
+            "max_tokens of requests that gave one.",
+            LENGTHS,
+            lambda seen: seen.request.sampling.max_tokens,
+        ),
         ("request_params_n", "n of each prompt.", VLLM_CHOICES, lambda seen: seen.request.choices or None),
     )
 
-    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str, engines: int) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str, engines: int
+    ) -> None:
         super().__init__(registry, scrape, {"model_name": model}, engines)
         numbers = [str(number) for number in range(engines)]
-        self._success = self.counter("request_success", "Ended requests by why.", engine=numbers, finished_reason=VLLM_FINISHED)
+        self._success = self.counter(
+            "request_success", "Ended requests by why.", engine=numbers, finished_reason=VLLM_FINISHED
+        )
         self._first = self.histogram("time_to_first_token_seconds", "Time to first token.", VLLM_FIRST)
-        self._token = self.histogram("inter_token_latency_seconds", "Time between a request's steps.", VLLM_TOKEN)
-        self._token_once = self.histogram("time_per_output_token_seconds", "Older name of inter_token_latency_seconds.", VLLM_TOKEN)
+        self._token = self.histogram(
+            "inter_token_latency_seconds", "Time between a request's steps.", VLLM_TOKEN
+        )
+        self._token_once = self.histogram(
+            "time_per_output_token_seconds", "Older name of inter_token_latency_seconds.", VLLM_TOKEN
+        )
         self._queue = self.histogram("request_queue_time_seconds", "Time in the queue.", VLLM_REQUEST)
-        self._prefill = self.histogram("request_prefill_time_seconds", "From the seat to the first token.", VLLM_REQUEST)
-        self._inference = self.histogram("request_inference_time_seconds", "From the seat to the last token.", VLLM_REQUEST)
+        self._prefill = self.histogram(
+            "request_prefill_time_seconds", "From the seat to the first token.", VLLM_REQUEST
+        )
+        self._inference = self.histogram(
+            "request_inference_time_seconds", "From the seat to the last token.", VLLM_REQUEST
+        )
 
     def families(self, now: Scrape) -> Iterable[Metric]:
         engines = now.engines
@@ -196,21 +348,42 @@ class VLLM(Observer):
                 if values:
                     yield self.family(kind, name, help, values, "engine")
 
-        def split(name: str, help: str, label: str, parts: Parts, kind: Family = CounterMetricFamily) -> Metric:
-            values = [([str(engine.number), part], value) for engine in engines for part, value in parts(engine.stats)]
+        def split(
+            name: str, help: str, label: str, parts: Parts, kind: Family = CounterMetricFamily
+        ) -> Metric:
+            values = [
+                ([str(engine.number), part], value)
+                for engine in engines
+                for part, value in parts(engine.stats)
+            ]
             return self.family(kind, name, help, values, "engine", label)
 
         yield from rows(CounterMetricFamily, VLLM_COUNTERS)
         yield from rows(GaugeMetricFamily, VLLM_GAUGES)
         help = "Waiting requests; deferred: until pages that are on their way have come."
         yield split("num_requests_waiting_by_reason", help, "reason", by_reason, GaugeMetricFamily)
-        steps = HistogramMetricFamily(self.prefix + "iteration_tokens_total", STEP_HELP, labels=[*self._labels, "engine"])
+        steps = HistogramMetricFamily(
+            self.prefix + "iteration_tokens_total", STEP_HELP, labels=[*self._labels, "engine"]
+        )
         for engine in engines:
             steps.add_metric([*self._labels.values(), str(engine.number)], *step_tokens(engine.stats))
         yield steps
-        yield split("prompt_tokens_by_source", "Prompt tokens by where their KV is from.", "source", by_source)
-        pages = [((str(engine.number), str(now.card.page_size), str(engine.stats.pages_total)), 1) for engine in engines]
-        yield self.family(GaugeMetricFamily, "cache_config_info", "The KV pool.", pages, "engine", "block_size", "num_gpu_blocks")
+        yield split(
+            "prompt_tokens_by_source", "Prompt tokens by where their KV is from.", "source", by_source
+        )
+        pages = [
+            ((str(engine.number), str(now.card.page_size), str(engine.stats.pages_total)), 1)
+            for engine in engines
+        ]
+        yield self.family(
+            GaugeMetricFamily,
+            "cache_config_info",
+            "The KV pool.",
+            pages,
+            "engine",
+            "block_size",
+            "num_gpu_blocks",
+        )
         # Only where they are on, as there; the disk's metrics have labels of classes there, and are left out.
         if now.stats.tier_pages_total:
             yield from rows(CounterMetricFamily, VLLM_OFFLOADS)
@@ -218,9 +391,19 @@ class VLLM(Observer):
                 ("kv_offload_total_bytes", "Bytes", lambda stats: stats.transfer_bytes_total),
                 ("kv_offload_total_time", "Seconds", lambda stats: stats.transfer_seconds_total),
             ):
-                yield split(name, f"{what} of transfers to host memory and back.", "transfer_type", partial(by_way, moved))
+                yield split(
+                    name,
+                    f"{what} of transfers to host memory and back.",
+                    "transfer_type",
+                    partial(by_way, moved),
+                )
         help = "Accepted draft tokens by position, 0 first."
-        yield split("spec_decode_num_accepted_tokens_per_pos", help, "position", partial(by_position, now.card.speculative_steps))
+        yield split(
+            "spec_decode_num_accepted_tokens_per_pos",
+            help,
+            "position",
+            partial(by_position, now.card.speculative_steps),
+        )
 
     def step(self, seconds: float, tokens: int, engine: int) -> None:
         self._token.observe(seconds, engine=engine)
@@ -245,7 +428,9 @@ def by_source(stats: EngineStats) -> list[tuple[str, float]]:
     return [("local_compute", stats.prompt_tokens_total - cached), ("local_cache_hit", cached)]
 
 
-def by_way(moved: Callable[[EngineStats], Mapping[str, float]], stats: EngineStats) -> list[tuple[str, float]]:
+def by_way(
+    moved: Callable[[EngineStats], Mapping[str, float]], stats: EngineStats
+) -> list[tuple[str, float]]:
     amounts = moved(stats)
     return [("GPU_to_CPU", amounts.get("save", 0)), ("CPU_to_GPU", amounts.get("load", 0))]
 
@@ -253,7 +438,9 @@ def by_way(moved: Callable[[EngineStats], Mapping[str, float]], stats: EngineSta
 def by_position(steps: int, stats: EngineStats) -> list[tuple[str, float]]:
     drafted = [position for position, count in enumerate(stats.draft_tokens_per_position, 1) if count > 0]
     deepest = max([steps, *drafted])  # a prediction or a grammar may reach deeper than the steps
-    return [(str(position), count) for position, count in enumerate(stats.accepted_tokens_per_position[:deepest])]
+    return [
+        (str(position), count) for position, count in enumerate(stats.accepted_tokens_per_position[:deepest])
+    ]
 
 
 OBSERVERS: dict[str, type[SGLang] | type[VLLM]] = {"sglang": SGLang, "vllm": VLLM}

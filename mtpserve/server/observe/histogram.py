@@ -13,10 +13,16 @@ from prometheus_client.utils import floatToGoString
 
 
 class LoopHistogram(Collector):
-    """Observed for every token of every stream. The library's own histogram takes two locks for each value and walks its buckets."""
+    """Observed for every token of every stream. The library's own histogram takes two locks for each value
+    and walks its buckets."""
 
     def __init__(
-        self, name: str, help: str, buckets: Sequence[float], registry: CollectorRegistry, labels: Sequence[Mapping[str, str]] = ({},)
+        self,
+        name: str,
+        help: str,
+        buckets: Sequence[float],
+        registry: CollectorRegistry,
+        labels: Sequence[Mapping[str, str]] = ({},),
     ) -> None:
         """`labels`: one set of them for all engines, or one for each."""
         self._name, self._help, self._labels = name, help, labels

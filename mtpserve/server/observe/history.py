@@ -1,7 +1,8 @@
-"""The last ten minutes, a sample every two seconds, kept by the server: charts survive a reload of the page that draws them.
+"""The last ten minutes, a sample every two seconds, kept by the server: charts survive a reload of the page
+that draws them.
 
-Samples are differences of the engine's counters, and of the counts of the latencies' histograms. Where no task takes them (an app in
-another server), they are taken when somebody asks.
+Samples are differences of the engine's counters, and of the counts of the latencies' histograms. Where no
+task takes them (an app in another server), they are taken when somebody asks.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Counts = dict[str, tuple[int, ...]]  # a histogram's, by its name
 
 
 class HistoryObject(Rendered):
-    """Columns: element i of each is sample i, the oldest first. Rates are of the time since the sample before; null: nothing to say, since
-    nothing was verified, cached or decoded in that time."""
+    """Columns: element i of each is sample i, the oldest first. Rates are of the time since the sample
+    before; null: nothing to say, since nothing was verified, cached or decoded in that time."""
 
     interval_s: float
     kept_s: float
@@ -77,7 +78,9 @@ class RecentHistory:
         self._stats, self._latencies, self._clock, self._began = stats, latencies, clock, clock()
         self._samples: deque[Sample] = deque(maxlen=round(KEPT_S / EVERY_S) + 1)
         self._before, self._taken = EngineStats(), 0.0
-        self._started: Counts = {name: (0,) * (len(histogram.bounds) + 1) for name, histogram in latencies.items()}
+        self._started: Counts = {
+            name: (0,) * (len(histogram.bounds) + 1) for name, histogram in latencies.items()
+        }
 
     def sample(self) -> None:
         """Takes one, if the last is old enough."""
@@ -130,11 +133,15 @@ class RecentHistory:
     def latencies(self) -> dict[str, Latency]:
         """Since the start, and since the youngest sample that is RECENT_S old, if there is one."""
         now, due = self._counts(), self._now() - RECENT_S
-        then = next((sample.latencies for sample in reversed(self._samples) if sample.at <= due), self._started)
+        then = next(
+            (sample.latencies for sample in reversed(self._samples) if sample.at <= due), self._started
+        )
         by_name = {}
         for name, histogram in self._latencies.items():
             recent = [count - earlier for count, earlier in zip(now[name], then[name], strict=True)]
-            by_name[name] = Latency(percentiles(histogram.bounds, now[name]), percentiles(histogram.bounds, recent))
+            by_name[name] = Latency(
+                percentiles(histogram.bounds, now[name]), percentiles(histogram.bounds, recent)
+            )
         return by_name
 
     def _now(self) -> float:

@@ -1,5 +1,5 @@
-"""What the front end measures of each request, and the base of each set of names under which it is exported: ours in metrics.py, those of
-peers in dialects.py."""
+"""What the front end measures of each request, and the base of each set of names under which it is exported:
+ours in metrics.py, those of peers in dialects.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from prometheus_client.utils import floatToGoString
 from mtpserve.core.request import STEP_TOKENS, EngineState, EngineStats, FirstTokenTimes, ModelCard, Request
 from mtpserve.server.observe.histogram import LoopHistogram
 
-ROUTE: ContextVar[str] = ContextVar("route", default="")  # of the request that is answered in this context; "": it came by none
+# of the request that is answered in this context; "": it came by none
+ROUTE: ContextVar[str] = ContextVar("route", default="")
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
 OUTCOMES = ("stop", "length", "abort", "error", "rejected")
@@ -61,10 +62,17 @@ class Observed:
 
 
 class RequestClock:
-    """Times one request. `arrival` is perf_counter's; `where` gives the engine that has the request; `route` is the one it came by."""
+    """Times one request. `arrival` is perf_counter's; `where` gives the engine that has the request; `route`
+    is the one it came by."""
 
     def __init__(
-        self, observers: Sequence[Observer], request: Request, arrival: float, streaming: bool, where: Callable[[str], int], route: str = ""
+        self,
+        observers: Sequence[Observer],
+        request: Request,
+        arrival: float,
+        streaming: bool,
+        where: Callable[[str], int],
+        route: str = "",
     ) -> None:
         self._observers, self._where = observers, where
         self.seen = Observed(request, streaming)
@@ -115,8 +123,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """`accept_…` are None until the first verification, and keep their values while nothing is verified; so does `cached_share`, of
-    prompt tokens."""
+    """`accept_…` are None until the first verification, and keep their values while nothing is verified; so
+    does `cached_share`, of prompt tokens."""
 
     tokens_per_second: float
     accept_length: float | None
@@ -127,11 +135,14 @@ class Rates:
 def cached_share(stats: EngineStats, before: EngineStats) -> float | None:
     """Of the prompt tokens since `before`; None: there were none."""
     prompts = stats.prompt_tokens_total - before.prompt_tokens_total
-    return (stats.cached_prompt_tokens_total - before.cached_prompt_tokens_total) / prompts if prompts else None
+    return (
+        (stats.cached_prompt_tokens_total - before.cached_prompt_tokens_total) / prompts if prompts else None
+    )
 
 
 class Recent:
-    """Rates over the last seconds, for readers without PromQL's `rate` and for dashboards made for SGLang and vLLM.
+    """Rates over the last seconds, for readers without PromQL's `rate` and for dashboards made for SGLang and
+    vLLM.
 
     A window of at least WINDOW_S seconds that ends now. Reading it has no effect on other readers.
 
@@ -180,29 +191,42 @@ def step_tokens(stats: EngineStats) -> tuple[list[tuple[str, float]], float]:
     """What the engine has counted of its steps' tokens, as a histogram's buckets and sum."""
     counts = stats.step_tokens or [0] * (len(STEP_TOKENS) + 1)
     names = [*map(floatToGoString, STEP_TOKENS), "+Inf"]
-    return [(name, float(count)) for name, count in zip(names, accumulate(counts), strict=True)], stats.step_tokens_total
+    return [
+        (name, float(count)) for name, count in zip(names, accumulate(counts), strict=True)
+    ], stats.step_tokens_total
 
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 Row = tuple[str, str, float | None]  # name, help, value; None: not known yet
-Measure = tuple[str, str, Sequence[float], Callable[[Observed], float | None]]  # name, help, buckets, a request's value, if it has one
+# name, help, buckets, a request's value, if it has one
+Measure = tuple[str, str, Sequence[float], Callable[[Observed], float | None]]
 
 
 class Observer(Collector):
-    """One set of names: reads the engine at each scrape, and is told of each request. Every metric has the prefix and the labels."""
+    """One set of names: reads the engine at each scrape, and is told of each request. Every metric has the
+    prefix and the labels."""
 
     prefix: ClassVar[str]
     finished: ClassVar[tuple[Measure, ...]]  # histograms of finished requests
     _first: LoopHistogram
     _token: LoopHistogram
 
-    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], labels: dict[str, str], engines: int = 0) -> None:
-        """`engines`: of so many each has histograms of its own, with its number as the label `engine`; 0: they are of all together."""
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        scrape: Callable[[], Scrape],
+        labels: dict[str, str],
+        engines: int = 0,
+    ) -> None:
+        """`engines`: of so many each has histograms of its own, with its number as the label `engine`; 0:
+        they are of all together."""
         self._registry, self._scrape, self._labels = registry, scrape, labels
         self.histograms: dict[str, LoopHistogram] = {}  # by their names without the prefix
         self._rows = [labels | {"engine": str(number)} for number in range(engines)] or [labels]
         registry.register(self)
-        self._finished = [(self.histogram(name, help, buckets), value) for name, help, buckets, value in self.finished]
+        self._finished = [
+            (self.histogram(name, help, buckets), value) for name, help, buckets, value in self.finished
+        ]
 
     def collect(self) -> Iterable[Metric]:
         return self.families(self._scrape())
@@ -223,7 +247,9 @@ class Observer(Collector):
                 histogram.observe(measured, engine=seen.engine)
 
     def histogram(self, name: str, help: str, buckets: Sequence[float]) -> LoopHistogram:
-        loop_histogram = self.histograms[name] = LoopHistogram(self.prefix + name, help, buckets, self._registry, self._rows)
+        loop_histogram = self.histograms[name] = LoopHistogram(
+            self.prefix + name, help, buckets, self._registry, self._rows
+        )
         return loop_histogram
 
     def counter(self, name: str, help: str, **values: Sequence[str]) -> Callable[..., Counter]:
@@ -237,7 +263,9 @@ class Observer(Collector):
             child(*combination)
         return child
 
-    def family(self, kind: Family, name: str, help: str, values: Iterable[tuple[Sequence[str], float]], *labels: str) -> Metric:
+    def family(
+        self, kind: Family, name: str, help: str, values: Iterable[tuple[Sequence[str], float]], *labels: str
+    ) -> Metric:
         """Each value with those of the further `labels`."""
         metric = kind(self.prefix + name, help, labels=[*self._labels, *labels])
         for label_values, value in values:

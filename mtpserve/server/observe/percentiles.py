@@ -1,7 +1,8 @@
 """Percentiles of latencies from a histogram's counts.
 
-A histogram knows of a value only between which two bounds it lies. Inside of that bucket values are taken as evenly spread, as Prometheus'
-`histogram_quantile` does; the true percentile lies between the bucket's bounds, which are reported with it.
+A histogram knows of a value only between which two bounds it lies. Inside of that bucket values are taken as
+evenly spread, as Prometheus' `histogram_quantile` does; the true percentile lies between the bucket's bounds,
+which are reported with it.
 
 bounds    0 ─────── 0.1 ─────── 0.2 ─────── 0.4 ────── ∞
 counts        6      │     3     │     1     │    0
@@ -21,7 +22,8 @@ SHARES = (0.5, 0.9, 0.99)
 
 
 class Percentile(Rendered):
-    """In seconds. Above the last bound nothing is known but that bound: `seconds` is it, and `high` is null."""
+    """In seconds. Above the last bound nothing is known but that bound: `seconds` is it, and `high` is
+    null."""
 
     seconds: float
     low: float  # the true value is not below this,
@@ -43,7 +45,8 @@ class Latency(Rendered):
 
 
 def percentile(bounds: Sequence[float], counts: Sequence[int], share: float) -> Percentile | None:
-    """`bounds`: the upper ones, rising; `counts`: of each bucket, and one more of what is above the last; `share` in (0, 1]."""
+    """`bounds`: the upper ones, rising; `counts`: of each bucket, and one more of what is above the last;
+    `share` in (0, 1]."""
     sums = list(accumulate(counts))
     rank = share * sums[-1]
     if rank == 0:

@@ -1,4 +1,5 @@
-"""The log line that says every few seconds what the engine does. Differences of its counters; nothing when nothing runs."""
+"""The log line that says every few seconds what the engine does. Differences of its counters; nothing when
+nothing runs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ def line(before: EngineStats, now: EngineStats, seconds: float, synthetic: str |
     tokens = (now.generation_tokens_total - before.generation_tokens_total) / seconds
     prompt = (now.prompt_tokens_total - before.prompt_tokens_total) / seconds
     share = 100 * now.page_share
-    text = f"running {now.running}  waiting {now.waiting}  pages {now.pages_used}/{now.pages_total} ({share:.0f} %)"
+    text = (
+        f"running {now.running}  waiting {now.waiting}  pages {now.pages_used}/{now.pages_total} "
+        f"({share:.0f} %)"
+    )
     for tier, total in now.tier_pages_total.items():
         text += f"  {tier} {now.tier_pages.get(tier, 0)}/{total} pages"
     text += f"  prompt {prompt:.1f} tok/s"

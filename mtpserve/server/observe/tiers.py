@@ -1,4 +1,5 @@
-"""The prefix cache's tiers below the device, in the engine's statistics: what each holds, and how fast pages move to it and back."""
+"""The prefix cache's tiers below the device, in the engine's statistics: what each holds, and how fast pages
+move to it and back."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ REASONS = ("unreachable", "broken", "differs", "damaged", "ended", "timeout", "a
 
 
 class Tier(Rendered):
-    """Counted since the start. GB/s are means of one transfer; several may be under way at once. null: not known, or none yet."""
+    """Counted since the start. GB/s are means of one transfer; several may be under way at once. null: not
+    known, or none yet."""
 
     pages: int | None  # in use; files are not counted
     pages_total: int | None
@@ -27,7 +29,9 @@ class Tier(Rendered):
 def tiers(stats: EngineStats) -> dict[str, Tier]:
     """Empty where the device is the only tier. The disk is in it once anything was moved there or back."""
     moved = stats.transfers_total.keys() | stats.failed_transfers_total.keys()
-    there = [name for name, way in WAYS.items() if name in stats.tier_pages_total or not moved.isdisjoint(way)]
+    there = [
+        name for name, way in WAYS.items() if name in stats.tier_pages_total or not moved.isdisjoint(way)
+    ]
     return {name: _tier(stats, name, *WAYS[name]) for name in there}
 
 

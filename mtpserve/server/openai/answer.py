@@ -1,4 +1,5 @@
-"""The answers of completions and chat completions, whole or in chunks. What differs between the two is in their own modules."""
+"""The answers of completions and chat completions, whole or in chunks. What differs between the two is in
+their own modules."""
 
 from __future__ import annotations
 
@@ -40,9 +41,11 @@ Fields = dict[str, Any]  # of a choice's Struct
 
 @dataclass(slots=True)
 class ChoiceWriter(ABC):
-    """One choice in OpenAI's layout. `chunks` gives what came since the last ones, `whole` all of it; one of the two is used.
+    """One choice in OpenAI's layout. `chunks` gives what came since the last ones, `whole` all of it; one of
+    the two is used.
 
-    `echo` is the prompt's text where it goes in front of the output, with the prompt's scores if log-probabilities are wanted.
+    `echo` is the prompt's text where it goes in front of the output, with the prompt's scores if
+    log-probabilities are wanted.
     """
 
     index: int
@@ -51,7 +54,8 @@ class ChoiceWriter(ABC):
     echo: str | None = None
     opened: int = 0  # blocks, in chunks
     started: bool = False  # in chunks: the choice's first one is written
-    beside: Fields = field(default_factory=dict)  # of the whole answer: what of the prompt is not in the choice
+    # of the whole answer: what of the prompt is not in the choice
+    beside: Fields = field(default_factory=dict)
     names: TokenNames = field(init=False)
     _offsets: Offsets = field(init=False)
     _trace: Trace = field(init=False)
@@ -63,7 +67,8 @@ class ChoiceWriter(ABC):
 
     prefix: ClassVar[str]  # of the answer's id
     chunk_object: ClassVar[str]
-    one_prompt: ClassVar[bool]  # whose token ids and scores, where the request wants them, are beside the choices, not in them
+    # whose token ids and scores, where the request wants them, are beside the choices, not in them
+    one_prompt: ClassVar[bool]
     opening: ClassVar[Fields | None] = None  # what a choice's first chunk has before any text
     silent: ClassVar[Fields]  # what a chunk without text has
     choice_type: ClassVar[type[CompletionChoice] | type[ChatChoice]]
@@ -71,12 +76,20 @@ class ChoiceWriter(ABC):
 
     def __post_init__(self) -> None:
         tokenizer = self.choice.service.tokenizer
-        override, general = self.body.return_tokens_as_token_ids, self.choice.service.server_config.return_tokens_as_token_ids
+        override, general = (
+            self.body.return_tokens_as_token_ids,
+            self.choice.service.server_config.return_tokens_as_token_ids,
+        )
         self.names = ById(tokenizer) if (general if override is None else override) else tokenizer
         self._offsets = Offsets(tokenizer, self.echo or "", self.choice.request.sampling.skip_special_tokens)
         self._trace = Trace(tokenizer)
-        body, scored = self.body, self.body.top_logprobs_wanted is not None or self.body.prompt_logprobs is not None
-        self._text_alone = not (scored or body.return_token_ids or body.return_spec_trace or self.echo is not None)
+        body, scored = (
+            self.body,
+            self.body.top_logprobs_wanted is not None or self.body.prompt_logprobs is not None,
+        )
+        self._text_alone = not (
+            scored or body.return_token_ids or body.return_spec_trace or self.echo is not None
+        )
 
     @abstractmethod
     def output(self) -> Fields:
@@ -98,8 +111,8 @@ class ChoiceWriter(ABC):
             self._scored += step.prompt_logprobs or []
 
     def chunks(self) -> list[ChunkChoice]:
-        """The last one has the finish_reason. Empty while there is nothing to show: scores of the prompt alone, tokens that end inside
-        a character, or text that may become something else than text."""
+        """The last one has the finish_reason. Empty while there is nothing to show: scores of the prompt
+        alone, tokens that end inside a character, or text that may become something else than text."""
         finish = self.choice.finish
         if finish is None and not (self._added if self._text_alone else self._shows()):
             return []
@@ -118,7 +131,11 @@ class ChoiceWriter(ABC):
         body, steps = self.body, self._steps
         shown = any(step.text or step.logprobs for step in steps)
         traced = (body.return_spec_trace or body.return_token_ids) and any(step.tokens for step in steps)
-        return shown or traced or (self._begins() and (self.echo is not None or body.prompt_logprobs is not None))
+        return (
+            shown
+            or traced
+            or (self._begins() and (self.echo is not None or body.prompt_logprobs is not None))
+        )
 
     def whole(self) -> CompletionChoice | ChatChoice:
         _, beside = self._take()
@@ -131,7 +148,8 @@ class ChoiceWriter(ABC):
         return "tool_calls" if self.choice.called else self.choice.finish
 
     def _ended(self) -> Fields:
-        """What ended an output that stopped, in vLLM's word, for which the model's own end is nothing, and in SGLang's."""
+        """What ended an output that stopped, in vLLM's word, for which the model's own end is nothing, and in
+        SGLang's."""
         matched = self.choice.matched
         by_client = isinstance(matched, str) or matched in self.choice.request.sampling.stop_token_ids
         return {"stop_reason": matched if by_client else None, "matched_stop": matched}
@@ -157,7 +175,9 @@ class ChoiceWriter(ABC):
                 beside["logprobs"] = self.logprobs(tokens, scores, self._offsets.take(tokens), top)
         if body.prompt_logprobs is not None and begins:
             tokenizer = self.choice.service.tokenizer
-            beside["prompt_logprobs"] = prompt_scores(tokenizer, prompt, self._prompt_scored(), body.prompt_logprobs)
+            beside["prompt_logprobs"] = prompt_scores(
+                tokenizer, prompt, self._prompt_scored(), body.prompt_logprobs
+            )
         if body.return_token_ids:
             beside["token_ids"] = [token for step in steps for token in step.tokens]
             if begins and not self.one_prompt:
@@ -169,7 +189,9 @@ class ChoiceWriter(ABC):
     def _prompt_scored(self) -> list[TokenLogprob]:
         prompt = self.choice.request.prompt
         if len(self._scored) != len(prompt) - 1:
-            raise RequestFailed(f"the engine scored {len(self._scored)} of {len(prompt) - 1} tokens of the prompt")
+            raise RequestFailed(
+                f"the engine scored {len(self._scored)} of {len(prompt) - 1} tokens of the prompt"
+            )
         return self._scored
 
 
@@ -181,12 +203,18 @@ class Answer:
     """`echoes` are the prompts' texts, one for each choice, where they go in front of the outputs."""
 
     def __init__(
-        self, id: str, body: GenerationRequest, generation: Generation, writer: type[ChoiceWriter], echoes: Sequence[str | None] = ()
+        self,
+        id: str,
+        body: GenerationRequest,
+        generation: Generation,
+        writer: type[ChoiceWriter],
+        echoes: Sequence[str | None] = (),
     ) -> None:
         self.body, self.generation, self.writer = body, generation, writer
         texts = echoes or [None] * len(generation.choices)
         self.writers = [
-            writer(index, choice, body, echo) for index, (choice, echo) in enumerate(zip(generation.choices, texts, strict=True))
+            writer(index, choice, body, echo)
+            for index, (choice, echo) in enumerate(zip(generation.choices, texts, strict=True))
         ]
         self.usage = Usage(generation.choices, body.generated)
         created = int(time())  # a date, not a duration
@@ -197,7 +225,9 @@ class Answer:
         self._no_usage = None if self._with_usage else UNSET
         # Where they are not in the choices.
         prompt = generation.choices[0].request.prompt
-        self._prompt_ids: Fields = {"prompt_token_ids": prompt} if body.return_token_ids and writer.one_prompt else {}
+        self._prompt_ids: Fields = (
+            {"prompt_token_ids": prompt} if body.return_token_ids and writer.one_prompt else {}
+        )
 
     def _add(self, index: int, step: StepOutput, added: Added) -> ChoiceWriter:
         self.usage.add(step)
@@ -211,7 +241,9 @@ class Answer:
                 self._add(*step)
         answered_with = self._answered_with()
         choices: Any = [writer.whole() for writer in answered_with]
-        fields = self._id | self._prompt_ids | answered_with[0].beside | answered(self.generation.choices[0].offer)
+        fields = (
+            self._id | self._prompt_ids | answered_with[0].beside | answered(self.generation.choices[0].offer)
+        )
         return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
 
     def _answered_with(self) -> list[ChoiceWriter]:
@@ -227,7 +259,8 @@ class Answer:
         return writers
 
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
-        """Chunks for each step that completed some text; the last one of a choice has its finish_reason, the very last one the usage."""
+        """Chunks for each step that completed some text; the last one of a choice has its finish_reason, the
+        very last one the usage."""
         async with contextlib.aclosing(self.generation.steps()) as batches:
             async for steps in batches:
                 if chunks := [chunk for step in steps for chunk in self._step_chunks(*step)]:
@@ -246,7 +279,9 @@ class Answer:
         begins, writer.started = not writer.started, True
         if writer.opening is None or not begins:
             return []
-        first = Chunk(**self._head, choices=[ChunkChoice(writer.index, **writer.opening)], usage=self._usage())
+        first = Chunk(
+            **self._head, choices=[ChunkChoice(writer.index, **writer.opening)], usage=self._usage()
+        )
         return [structs.replace(first, **(self._prompt_ids if writer.index == 0 else {}))]
 
     def _usage(self) -> UsageObject | UnsetType | None:

@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions: the messages, rendered by the model's own template, continued; tools and reasoning in OpenAI's layout."""
+"""POST /v1/chat/completions: the messages, rendered by the model's own template, continued; tools and
+reasoning in OpenAI's layout."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ class ChatWriter(ChoiceWriter):
     def output(self) -> Fields:
         choice = self.choice
         content, reasoning = choice.text(), choice.text("reasoning")
-        calls = [objects.ToolCall(call.call_id, "function", objects.FunctionCall(call.name, call.text)) for call in choice.calls]
+        calls = [
+            objects.ToolCall(call.call_id, "function", objects.FunctionCall(call.name, call.text))
+            for call in choice.calls
+        ]
         message = objects.AnswerMessage("assistant", content or (None if calls or reasoning else ""))
         if choice.reader is not None and choice.reader.tells_reasoning:
             message.reasoning_content = message.reasoning = reasoning or None
@@ -55,11 +59,15 @@ class ChatWriter(ChoiceWriter):
                 case "call":
                     number = sum(before.kind == "call" for before in self.choice.blocks[:index])
                     if begins:
-                        yield {"delta": call_delta(number, name=block.name, id=block.call_id, type="function")}
+                        yield {
+                            "delta": call_delta(number, name=block.name, id=block.call_id, type="function")
+                        }
                     if text:
                         yield {"delta": call_delta(number, text)}
 
-    def logprobs(self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int) -> objects.ChatLogprobs:
+    def logprobs(
+        self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+    ) -> objects.ChatLogprobs:
         return chat_logprobs(self.names, tokens, [score for score in scores if score is not None], top)
 
 
@@ -72,7 +80,8 @@ async def chat(request: Request, service: Served, body: ChatRequest) -> Response
     """Continue a conversation, as OpenAI's chat completions."""
     arrival = perf_counter()
     id = id_of(body, ChatWriter)
-    if body.max_completion_tokens is not None:  # then `max_tokens` does not count, and must be one all the same
+    # then `max_tokens` does not count, and must be one all the same
+    if body.max_completion_tokens is not None:
         service.check_sampling(SamplingParams(max_tokens=body.max_tokens))
     with renamed({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
         generation = await continued(service, body, id, arrival)

@@ -1,4 +1,5 @@
-"""POST /v1/completions: one or several prompts, as text or tokens, each continued. Chat templates play no part."""
+"""POST /v1/completions: one or several prompts, as text or tokens, each continued. Chat templates play no
+part."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class CompletionWriter(ChoiceWriter):
         text = "".join(text for _, text in added)
         return [{"text": text}] if text else []
 
-    def logprobs(self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int) -> CompletionLogprobs:
+    def logprobs(
+        self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+    ) -> CompletionLogprobs:
         return completion_logprobs(self.names, tokens, scores, offsets, top)
 
 
@@ -61,17 +64,33 @@ async def completions(request: Request, service: Served, body: CompletionRequest
         else:
             ids = prompt
             service.check_ids(ids if body.truncate_prompt_tokens else ids[:context], "prompt")
-        whole, ids = len(ids), service.truncated(ids, body.truncate_prompt_tokens, body.max_tokens, body.keeps_first)
+        whole, ids = (
+            len(ids),
+            service.truncated(ids, body.truncate_prompt_tokens, body.max_tokens, body.keeps_first),
+        )
         service.check_length(ids, body.max_tokens, "prompt")
-        max_tokens = min(DEFAULT_MAX_TOKENS, context - len(ids)) if body.max_tokens is None else max(body.max_tokens, 1)
+        max_tokens = (
+            min(DEFAULT_MAX_TOKENS, context - len(ids))
+            if body.max_tokens is None
+            else max(body.max_tokens, 1)
+        )
         echo = None
         if body.echo:  # a text as the client wrote it, not as it comes back from the tokenizer
             written = isinstance(prompt, str) and len(ids) == whole
             by_id = not isinstance(prompt, str)  # then special tokens are the client's own
-            echo = str(prompt) if written else service.tokenizer.decode(ids, skip_special_tokens=skip and not by_id)
+            echo = (
+                str(prompt)
+                if written
+                else service.tokenizer.decode(ids, skip_special_tokens=skip and not by_id)
+            )
         params = replace(sampling, max_tokens=max_tokens)
-        requests = requests_of(service, spelling, id, ids, params, body.generated, first=len(choices), salt=body.salt)
-        choices += [Choice(service, handover.of(choice_request, number), scores_only=body.max_tokens == 0) for choice_request in requests]
+        requests = requests_of(
+            service, spelling, id, ids, params, body.generated, first=len(choices), salt=body.salt
+        )
+        choices += [
+            Choice(service, handover.of(choice_request, number), scores_only=body.max_tokens == 0)
+            for choice_request in requests
+        ]
         echoes += [echo] * body.generated
     generation = Generation(service, choices, arrival, body.timeout, bool(body.stream))
     return await Answer(id, body, generation, CompletionWriter, echoes).respond(request)

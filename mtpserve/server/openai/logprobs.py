@@ -9,7 +9,14 @@ from typing import Protocol
 
 from mtpserve.core.request import TokenLogprob
 from mtpserve.server.http.rendering import finite
-from mtpserve.server.openai.objects import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, ScoredToken, TokenScore
+from mtpserve.server.openai.objects import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    ScoredToken,
+    TokenScore,
+)
 from mtpserve.text.tokenizer import Tokenizer
 
 
@@ -34,10 +41,11 @@ class ById:
 
 
 class Offsets:
-    """Where in a choice's text its tokens begin, one after the other; a token inside a character begins where the character does.
+    """Where in a choice's text its tokens begin, one after the other; a token inside a character begins where
+    the character does.
 
-    `front` is the text before the output, its tokens being taken first. Special tokens have no place in a text that
-    leaves them out.
+    `front` is the text before the output, its tokens being taken first. Special tokens have no place in a
+    text that leaves them out.
     """
 
     def __init__(self, tokenizer: Tokenizer, front: str, skip_special: bool) -> None:
@@ -55,14 +63,19 @@ class Offsets:
         return place
 
     def _shown(self, token: int) -> bool:
-        """The client may have written a special token into its prompt; those that the tokenizer put around it are not in the text."""
+        """The client may have written a special token into its prompt; those that the tokenizer put around it
+        are not in the text."""
         if self._place < len(self._front):
             return self._front.startswith(self._tokenizer.token_text(token), self._place)
         return not self._skip_special
 
 
 def completion_logprobs(
-    names: TokenNames, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+    names: TokenNames,
+    tokens: Sequence[int],
+    scores: Sequence[TokenLogprob | None],
+    offsets: list[int],
+    top: int,
 ) -> CompletionLogprobs:
     """A prompt's first token has no score."""
     scored = list(zip(tokens, scores, strict=True))
@@ -75,7 +88,8 @@ def completion_logprobs(
 
 
 def by_text(names: TokenNames, token: int, score: TokenLogprob, top: int) -> dict[str, float]:
-    """The token that is in the text, first, and the likeliest. Of tokens with the same text the likeliest counts."""
+    """The token that is in the text, first, and the likeliest. Of tokens with the same text the likeliest
+    counts."""
     scores: dict[str, float] = {}
     for id, logprob in [(token, score.logprob), *score.top[:top]]:
         text = names.token_text(id)
@@ -83,22 +97,36 @@ def by_text(names: TokenNames, token: int, score: TokenLogprob, top: int) -> dic
     return scores
 
 
-def chat_logprobs(names: TokenNames, tokens: Sequence[int], scores: Sequence[TokenLogprob], top: int) -> ChatLogprobs:
+def chat_logprobs(
+    names: TokenNames, tokens: Sequence[int], scores: Sequence[TokenLogprob], top: int
+) -> ChatLogprobs:
     def shown(token: int, logprob: float) -> tuple[str, float, list[int]]:
         return names.token_text(token), finite(logprob), list(names.token_bytes(token))
 
     return ChatLogprobs(
         [
-            ScoredToken(*shown(token, score.logprob), [TokenScore(*shown(id, logprob)) for id, logprob in score.top[:top]])
+            ScoredToken(
+                *shown(token, score.logprob),
+                [TokenScore(*shown(id, logprob)) for id, logprob in score.top[:top]],
+            )
             for token, score in zip(tokens, scores, strict=True)
         ]
     )
 
 
-def prompt_scores(tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[TokenLogprob], top: int) -> PromptLogprobs:
+def prompt_scores(
+    tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[TokenLogprob], top: int
+) -> PromptLogprobs:
     """vLLM's `prompt_logprobs`: by token id, the prompt's own token among them."""
     listed: PromptLogprobs = [None]
     for token, score in zip(prompt[1:], scores, strict=True):
-        ranked = {id: (logprob, rank) for rank, (id, logprob) in enumerate(score.top[:top], 1)} | {token: (score.logprob, score.rank)}
-        listed.append({str(id): PromptLogprob(finite(logprob), rank, tokenizer.token_text(id)) for id, (logprob, rank) in ranked.items()})
+        ranked = {id: (logprob, rank) for rank, (id, logprob) in enumerate(score.top[:top], 1)} | {
+            token: (score.logprob, score.rank)
+        }
+        listed.append(
+            {
+                str(id): PromptLogprob(finite(logprob), rank, tokenizer.token_text(id))
+                for id, (logprob, rank) in ranked.items()
+            }
+        )
     return listed

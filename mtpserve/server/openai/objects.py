@@ -1,4 +1,5 @@
-"""What /v1/completions and /v1/chat/completions answer, whole and in chunks; with vLLM's and SGLang's fields beside OpenAI's."""
+"""What /v1/completions and /v1/chat/completions answer, whole and in chunks; with vLLM's and SGLang's fields
+beside OpenAI's."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(Rendered, kw_only=True):
-    """`stop_reason` (vLLM's word) and `matched_stop` (SGLang's) say what ended a choice that stopped. As in vLLM fields that were not asked
-    for are null in whole answers, and left out of chunks."""
+    """`stop_reason` (vLLM's word) and `matched_stop` (SGLang's) say what ended a choice that stopped. As in
+    vLLM fields that were not asked for are null in whole answers, and left out of chunks."""
 
     index: int
     text: str
@@ -80,7 +81,8 @@ class ToolCall(Rendered):
 
 
 class AnswerMessage(Rendered):
-    """Reasoning is under the name that DeepSeek, SGLang and older vLLMs have for it, and under that of newer vLLMs."""
+    """Reasoning is under the name that DeepSeek, SGLang and older vLLMs have for it, and under that of newer
+    vLLMs."""
 
     role: Literal["assistant"]
     content: str | None
@@ -136,7 +138,8 @@ class Delta(Rendered):
 
 
 class ChunkChoice(Rendered):
-    """`text` is a completion's, `delta` a chat's. `stop_reason` and `matched_stop` are in a choice's last chunk."""
+    """`text` is a completion's, `delta` a chat's. `stop_reason` and `matched_stop` are in a choice's last
+    chunk."""
 
     index: int
     logprobs: CompletionLogprobs | ChatLogprobs | None = None

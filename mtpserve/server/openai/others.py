@@ -1,4 +1,5 @@
-"""Routes for what other servers answer besides: SageMaker's one route for all, and those of models that give vectors, which are refused."""
+"""Routes for what other servers answer besides: SageMaker's one route for all, and those of models that give
+vectors, which are refused."""
 
 from __future__ import annotations
 
@@ -29,4 +30,8 @@ async def invocations(request: Request, service: Served, invocation: dict[str, A
 async def no_vectors(request: Request) -> Response:
     """Refused: the models that are served here write text."""
     what = request.url.path.rpartition("/")[2]
-    raise Unsupported(f"{what} is not supported: this server's models write text, and give no vectors or scores of documents", None)
+    raise Unsupported(
+        f"{what} is not supported: this server's models write text, and give no vectors or scores "
+        f"of documents",
+        None,
+    )

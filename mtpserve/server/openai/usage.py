@@ -59,7 +59,8 @@ class TraceStep(Rendered):
 
 @dataclass(slots=True)
 class Usage:
-    """Of all choices together; a prompt counts once, however many continue it, with what its first choice found in the prefix cache."""
+    """Of all choices together; a prompt counts once, however many continue it, with what its first choice
+    found in the prefix cache."""
 
     choices: list[Choice]  # each prompt's, one after the other
     per_prompt: int
@@ -107,7 +108,8 @@ class Usage:
 class Trace:
     """One choice's steps.
 
-    Where a character is made of several tokens, the one that completes it has it in `texts`. Special tokens are spelled out.
+    Where a character is made of several tokens, the one that completes it has it in `texts`. Special tokens
+    are spelled out.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

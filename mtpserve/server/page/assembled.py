@@ -1,5 +1,5 @@
-"""Pages of several files as one answer, which loads nothing from elsewhere. Their own script and style are the only ones that a browser
-may run on them: the policy names them by their hashes."""
+"""Pages of several files as one answer, which loads nothing from elsewhere. Their own script and style are
+the only ones that a browser may run on them: the policy names them by their hashes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Page:
     def __init__(self, name: str) -> None:
         self.html = content(name).encode()
         self.headers = {
-            "Content-Security-Policy": f"default-src 'none'; script-src {self._hashes('script')}; style-src {self._hashes('style')}; "
+            "Content-Security-Policy": f"default-src 'none'; script-src {self._hashes('script')}; style-src "
+            f"{self._hashes('style')}; "
             "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
@@ -33,7 +34,9 @@ class Page:
 
     def _hashes(self, tag: str) -> str:
         tags = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), self.html, re.DOTALL)
-        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(inside).digest()).decode()}'" for inside in tags)
+        return " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(inside).digest()).decode()}'" for inside in tags
+        )
 
     def response(self, status: int = 200) -> Response:
         return Response(self.html, status, self.headers, "text/html; charset=utf-8")

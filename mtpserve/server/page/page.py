@@ -1,5 +1,6 @@
-"""The page at `/`: a place to talk to the model, and what the server does now; here it is served, with the numbers that it asks for every
-second, and the requests that run or wait: numbers only, nothing of what they say. And the page at `/docs`, of the OpenAPI document.
+"""The page at `/`: a place to talk to the model, and what the server does now; here it is served, with the
+numbers that it asks for every second, and the requests that run or wait: numbers only, nothing of what they
+say. And the page at `/docs`, of the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class EngineRow(Rendered):
 
 
 class Stats(Rendered):
-    """The engine's counters and gauges as they are, of several engines together, and what is needed to read them. `dead` says why the
-    engine is gone. Latencies: of first tokens from their request's arrival, between tokens (those that come together share the wait), and
-    of whole requests that ended by themselves; the recent ones are of `recent_s` seconds or a little more."""
+    """The engine's counters and gauges as they are, of several engines together, and what is needed to read
+    them. `dead` says why the engine is gone. Latencies: of first tokens from their request's arrival, between
+    tokens (those that come together share the wait), and of whole requests that ended by themselves; the
+    recent ones are of `recent_s` seconds or a little more."""
 
     model: str
     version: str
@@ -63,7 +65,8 @@ class LiveRequest(Rendered):
     choice: int
     route: str
     engine: int
-    state: Literal["waiting", "running"]  # waiting: for its first token, in the queue or while its prompt is computed
+    # waiting: for its first token, in the queue or while its prompt is computed
+    state: Literal["waiting", "running"]
     age_s: float
     prompt_tokens: int
     cached_tokens: int | None  # null: not known before the first token
@@ -102,7 +105,11 @@ async def docs() -> Response:
 
 def warnings(card: ModelCard) -> list[str]:
     """What every reader of the output must know."""
-    return [text for text, said in ((LOSSY, card.lossy), (SYNTHETIC, card.synthetic_acceptance is not None)) if said]
+    return [
+        text
+        for text, said in ((LOSSY, card.lossy), (SYNTHETIC, card.synthetic_acceptance is not None))
+        if said
+    ]
 
 
 async def stats(request: Request) -> Response:

@@ -1,1 +1,2 @@
-"""What request bodies may contain: their base class, checks of single fields, and their schemas for the OpenAPI document."""
+"""What request bodies may contain: their base class, checks of single fields, and their schemas for the
+OpenAPI document."""

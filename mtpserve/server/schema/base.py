@@ -38,15 +38,21 @@ def whole(value: Any, depth: int = 0) -> Any:
     changed = {key: result for key in keys if (result := whole(value[key], depth + 1)) is not value[key]}
     if not changed:
         return value
-    return value | changed if isinstance(value, dict) else [changed.get(index, item) for index, item in enumerate(value)]
+    return (
+        value | changed
+        if isinstance(value, dict)
+        else [changed.get(index, item) for index, item in enumerate(value)]
+    )
 
 
 class Strict(BaseModel):
-    """Types as given: no text that looks like a number. Unknown fields are left out, with a line in the debug log."""
+    """Types as given: no text that looks like a number. Unknown fields are left out, with a line in the debug
+    log."""
 
     model_config = ConfigDict(extra="ignore", strict=True, json_schema_extra=described)
     column: ClassVar[Column | None] = None  # of the table of unsupported fields
-    shapes: ClassVar[dict[str, Schema]] = {}  # what fields may be beyond their types, for the OpenAPI document
+    # what fields may be beyond their types, for the OpenAPI document
+    shapes: ClassVar[dict[str, Schema]] = {}
     rules: ClassVar[tuple[Schema, ...]] = ()  # how they depend on each other
 
     @model_validator(mode="wrap")
@@ -68,19 +74,25 @@ class Strict(BaseModel):
         if cls.column is not None:
             body = refuse(body, cls.column)
         if log.isEnabledFor(logging.DEBUG) and (unknown := body.keys() - cls.model_fields.keys()):
-            log.debug("%s: fields left out: %s", cls.__name__, ", ".join(ascii(name[:50]) for name in sorted(unknown)[:20]))
+            log.debug(
+                "%s: fields left out: %s",
+                cls.__name__,
+                ", ".join(ascii(name[:50]) for name in sorted(unknown)[:20]),
+            )
         return body
 
 
 class Salted(Strict):
-    """Whose pages a request may find in the prefix cache: those of requests with the same two values. `extra_key` is SGLang's."""
+    """Whose pages a request may find in the prefix cache: those of requests with the same two values.
+    `extra_key` is SGLang's."""
 
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     extra_key: Annotated[str, Field(max_length=512)] | None = None
 
     @property
     def salt(self) -> str:
-        """No two pairs give the same one: a gateway may set one of the values, and leave the other to its clients."""
+        """No two pairs give the same one: a gateway may set one of the values, and leave the other to its
+        clients."""
         salts = (self.cache_salt, self.extra_key or None)
         return json.dumps(salts) if any(salts) else ""
 
@@ -89,7 +101,8 @@ SAID: set[str] = set()
 
 
 def say_once(what: str) -> None:
-    """For what clients send with every request and what only allows something: leaving it out gives no wrong answer."""
+    """For what clients send with every request and what only allows something: leaving it out gives no wrong
+    answer."""
     if what not in SAID and len(SAID) < MAX_SAID:
         SAID.add(what)
         log.info("left out of requests from now on: %s", ascii(what)[1:-1])

@@ -41,13 +41,17 @@ def texts(field: str, values: Sequence[str]) -> tuple[str, ...]:
 
 def biases(logit_bias: dict[str, float]) -> dict[int, float]:
     if len(logit_bias) > MAX_BIASED:  # megabytes of them would block the event loop
-        raise InvalidRequest(f"logit_bias must be at most {MAX_BIASED} entries, got {len(logit_bias)}", "logit_bias")
+        raise InvalidRequest(
+            f"logit_bias must be at most {MAX_BIASED} entries, got {len(logit_bias)}", "logit_bias"
+        )
     by_token: dict[int, float] = {}
     for token, bias in logit_bias.items():
         if not token.isascii() or not token.isdigit() or len(token) > MAX_ID_DIGITS:
             raise InvalidRequest(f"logit_bias must have token ids as keys, got {token[:50]!r}", "logit_bias")
         if not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise InvalidRequest(f"logit_bias must be in [-{MAX_BIAS}, {MAX_BIAS}], got {bias} for token {token}", "logit_bias")
+            raise InvalidRequest(
+                f"logit_bias must be in [-{MAX_BIAS}, {MAX_BIAS}], got {bias} for token {token}", "logit_bias"
+            )
         if int(token) in by_token:  # "7" and "07"
             raise InvalidRequest(f"logit_bias names token {int(token)} twice", "logit_bias")
         by_token[int(token)] = bias
@@ -60,18 +64,31 @@ def predicted(prediction: dict[str, Any] | None) -> str:
         return ""
     content = prediction.get("content")
     if isinstance(content, list):
-        parts = [part["text"] if isinstance(part, dict) and part.get("type") == "text" and "text" in part else None for part in content]
+        parts = [
+            part["text"] if isinstance(part, dict) and part.get("type") == "text" and "text" in part else None
+            for part in content
+        ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
-    if prediction.get("type") != "content" or not isinstance(content, str) or prediction.keys() > {"type", "content"}:
-        raise InvalidRequest("prediction must be {'type': 'content', 'content': a string or a list of text parts}", "prediction")
+    if (
+        prediction.get("type") != "content"
+        or not isinstance(content, str)
+        or prediction.keys() > {"type", "content"}
+    ):
+        raise InvalidRequest(
+            "prediction must be {'type': 'content', 'content': a string or a list of text parts}",
+            "prediction",
+        )
     check_text(content, "prediction")
     return content
 
 
 def custom(params: dict[str, Any]) -> dict[str, Any]:
-    """They travel to the engine's process as msgpack, which has no numbers beyond 64 bits and no broken Unicode."""
+    """They travel to the engine's process as msgpack, which has no numbers beyond 64 bits and no broken
+    Unicode."""
     try:
         msgspec.msgpack.encode(params)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise InvalidRequest(f"custom_params cannot be handed on: {str(error)[:200]}", "custom_params") from error
+        raise InvalidRequest(
+            f"custom_params cannot be handed on: {str(error)[:200]}", "custom_params"
+        ) from error
     return params

@@ -1,6 +1,8 @@
-"""From a body's class to its schema in the OpenAPI document: what the types do not say is added, with the numbers that the checks have.
+"""From a body's class to its schema in the OpenAPI document: what the types do not say is added, with the
+numbers that the checks have.
 
-A class says in `shapes` what its fields may be beyond their types, and in `rules` how they depend on each other. No bodies here.
+A class says in `shapes` what its fields may be beyond their types, and in `rules` how they depend on each
+other. No bodies here.
 """
 
 from __future__ import annotations
@@ -9,7 +11,16 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from mtpserve.core.sampling import MAX_BAD_WORDS, MAX_BIAS, MAX_BIASED, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, RANGES, Range
+from mtpserve.core.sampling import (
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_BIASED,
+    MAX_STOP_IDS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    RANGES,
+    Range,
+)
 from mtpserve.server.schema.texts import EXAMPLES, NOT_SUPPORTED, TEXTS
 from mtpserve.server.schema.unsupported import REFUSED
 
@@ -22,7 +33,14 @@ KEYWORDS = {
     "number": ("minimum", "maximum", "exclusiveMinimum"),
     "boolean": ("enum",),
     "array": ("minItems", "maxItems", "items", "contains"),
-    "object": ("properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"),
+    "object": (
+        "properties",
+        "required",
+        "additionalProperties",
+        "propertyNames",
+        "minProperties",
+        "maxProperties",
+    ),
 }
 NULL: Schema = {"type": "null"}
 TEXT: Schema = {"type": "string", "minLength": 1}
@@ -58,7 +76,7 @@ SAMPLING: dict[str, Schema] = {name: bounds(range) for name, range in RANGES.ite
 }
 
 
-# -- how fields depend on each other: a field that is null is one that is not given ----------------------------------------------------
+# -- how fields depend on each other: a field that is null is one that is not given --------------------------
 
 
 def absent(*names: str) -> Schema:
@@ -93,12 +111,14 @@ def needs(name: str, flag: str, unless: Schema = NULL) -> Schema:
     return {"anyOf": [{"properties": {name: unless}}, being(flag, True)]}
 
 
-# -- a class and its schema ------------------------------------------------------------------------------------------------------------
+# -- a class and its schema ----------------------------------------------------------------------------------
 
 
 def described(schema: Schema, cls: type[Any]) -> None:
     """For pydantic's `json_schema_extra`: `schema` is what it made of the class's types."""
-    shapes: dict[str, Schema] = {name: value for part in inherited(cls, "shapes") for name, value in part.items()}
+    shapes: dict[str, Schema] = {
+        name: value for part in inherited(cls, "shapes") for name, value in part.items()
+    }
     properties: dict[str, Schema] = schema.setdefault("properties", {})
     for name, field in properties.items():
         field.pop("title", None)
@@ -119,7 +139,8 @@ def inherited(cls: type[Any], name: str) -> Iterator[Any]:
 
 
 def add(field: Schema, shape: Schema) -> None:
-    """What `shape` says of each type goes to the branch of that type; other forms of the field replace all but null."""
+    """What `shape` says of each type goes to the branch of that type; other forms of the field replace all
+    but null."""
     branches: list[Schema] = field.get("anyOf", [field])
     if "anyOf" in shape:
         rest = [branch for branch in branches if branch == NULL]
@@ -129,4 +150,8 @@ def add(field: Schema, shape: Schema) -> None:
         field["anyOf"] = [*shape["anyOf"], *rest]
         return
     for branch in branches:
-        branch |= {key: value for key, value in shape.items() if key in KEYWORDS.get(branch.get("type", ""), ()) or key == "description"}
+        branch |= {
+            key: value
+            for key, value in shape.items()
+            if key in KEYWORDS.get(branch.get("type", ""), ()) or key == "description"
+        }

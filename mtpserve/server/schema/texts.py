@@ -1,4 +1,5 @@
-"""What the fields of bodies mean, by name: a name means the same in every body; and an example of each body. For the OpenAPI document."""
+"""What the fields of bodies mean, by name: a name means the same in every body; and an example of each body.
+For the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ TEXTS: dict[str, str] = {
     "system": "What the model is told before the conversation.",
     "instructions": "What the model is told before the conversation; not kept for the next response.",
     "tokens": "Token ids, or a list of such lists.",
-    "add_special_tokens": "Whether the tokenizer's own tokens, such as the one for a text's beginning, are added.",
+    "add_special_tokens": "Whether the tokenizer's own tokens, such as the one for a text's beginning, are "
+    "added.",
     "add_generation_prompt": "Whether the template opens the assistant's next message.",
     "continue_final_message": "Continue the last message, which is the assistant's, in place of a new one.",
     "chat_template": "The template is code, and the server's: leave it out.",
-    "chat_template_kwargs": "Values for variables that the model's chat template reads, such as `enable_thinking`.",
+    "chat_template_kwargs": "Values for variables that the model's chat template reads, such as "
+    "`enable_thinking`.",
     "previous_response_id": "The response whose conversation this one continues.",
     "truncate_prompt_tokens": "Keep so many of the prompt's tokens; -1: as many as fit.",
     "truncation_side": "Where tokens are cut off: `left`, the default, keeps the last ones.",
@@ -43,14 +46,16 @@ TEXTS: dict[str, str] = {
     "include_stop_str_in_output": "Keep the text that ended the answer.",
     "no_stop_trim": "Keep the text that ended the answer; SGLang's name.",
     "skip_special_tokens": "Leave special tokens out of the text; true unless said otherwise.",
-    "timeout": "Seconds from the request's arrival after which it fails; the server's own limit may be shorter.",
+    "timeout": "Seconds from the request's arrival after which it fails; the server's own limit may be "
+    "shorter.",
     # sampling
     "temperature": "0 is greedy. By default what the model recommends, as for the next ones.",
     "top_p": "Only the likeliest tokens that together have this probability.",
     "top_k": "Only so many of the likeliest tokens; 0 and -1: all.",
     "min_p": "Only tokens with this share of the likeliest one's probability.",
     "seed": "The same request with the same seed gives the same text, whatever else is computed with it.",
-    "sampling_seed": "The same request with the same seed gives the same text, whatever else is computed with it.",
+    "sampling_seed": "The same request with the same seed gives the same text, whatever else is computed "
+    "with it.",
     "repetition_penalty": "Above 1 tokens of the prompt and of the text become less likely.",
     "frequency_penalty": "Subtracted from a token's logit for each time that it is in the text.",
     "presence_penalty": "Subtracted from a token's logit if it is in the text.",
@@ -59,9 +64,12 @@ TEXTS: dict[str, str] = {
     "bad_words": "Texts that the answer must not contain.",
     "custom_params": "For the logits processors that the server was started with.",
     # speculation and scheduling
-    "speculative": "Ours. Whether and how deep to draft for this request; the distribution of its text does not depend on it.",
-    "prediction": "Text that the answer probably repeats, to draft from: OpenAI's Predicted Outputs. No text depends on it.",
-    "return_spec_trace": "Ours. With the answer: each step's draft, where it came from, and which of its tokens were accepted.",
+    "speculative": "Ours. Whether and how deep to draft for this request; the distribution of its text "
+    "does not depend on it.",
+    "prediction": "Text that the answer probably repeats, to draft from: OpenAI's Predicted Outputs. No "
+    "text depends on it.",
+    "return_spec_trace": "Ours. With the answer: each step's draft, where it came from, and which of its "
+    "tokens were accepted.",
     "priority": "Lower ones are scheduled first, where the server runs with `--scheduling-policy priority`.",
     "cache_salt": "Only requests with the same value share pages of the prefix cache.",
     "extra_key": "The same as `cache_salt`, which is independent of it; SGLang's name.",
@@ -77,7 +85,8 @@ TEXTS: dict[str, str] = {
     "logprobs": "Log-probabilities of the text's tokens: of how many alternatives, or whether at all.",
     "top_logprobs": "Of how many alternatives.",
     "prompt_logprobs": "Log-probabilities of the prompt's tokens, with so many alternatives.",
-    "return_logprob": "Log-probabilities of the text's tokens, and of the prompt's from `logprob_start_len` on.",
+    "return_logprob": "Log-probabilities of the text's tokens, and of the prompt's from "
+    "`logprob_start_len` on.",
     "logprob_start_len": "The prompt's first token that is scored; -1: none.",
     "top_logprobs_num": "Of how many alternatives.",
     "return_text_in_logprobs": "With the tokens as text.",
@@ -86,7 +95,8 @@ TEXTS: dict[str, str] = {
     "return_token_strs": "With the vocabulary's pieces.",
     "include": "Nothing more can be included: these values are accepted.",
     # the form of the answer
-    "response_format": "The form of the answer: any text, a JSON object, one of a schema, or a structural tag.",
+    "response_format": "The form of the answer: any text, a JSON object, one of a schema, or a structural "
+    "tag.",
     "structured_outputs": "The form of the answer, in vLLM's words: one of these.",
     "output_config": "The form of the answer, and how much to think.",
     "output_format": "The form of the answer; the name of `output_config.format` in the API's beta.",
@@ -127,7 +137,8 @@ ASKED = "What is speculative decoding?"
 CONVERSATION = [{"role": "user", "content": ASKED}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-# By the body's class: small, and answered whatever the model is called; the depth can be set where drafting adapts.
+# By the body's class: small, and answered whatever the model is called; the depth can be set where drafting
+# adapts.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "CompletionRequest": {"prompt": "import os", "max_tokens": 32, "temperature": 0},
     "ChatRequest": {"messages": CONVERSATION, "max_tokens": 32},
@@ -138,7 +149,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "NativeRequest": {"text": "import os", "sampling_params": {"max_new_tokens": 32, "temperature": 0}},
     "TokenizeRequest": {"prompt": "import os"},
     "DetokenizeRequest": {"tokens": [1, 2, 3]},
-    "ParseFunctionCall": {"text": CALL, "tools": [{"type": "function", "function": WEATHER}], "tool_call_parser": "hermes"},
+    "ParseFunctionCall": {
+        "text": CALL,
+        "tools": [{"type": "function", "function": WEATHER}],
+        "tool_call_parser": "hermes",
+    },
     "SeparateReasoning": {"text": "<think>Two and two.</think>Four.", "reasoning_parser": "qwen3"},
     "AbortRequest": {"rid": "the-request-id"},
     "SpecBody": {"adaptive": True},

@@ -37,7 +37,8 @@ class AbortRequest(Strict):
     rules: ClassVar[tuple[Schema, ...]] = (
         {
             "anyOf": [
-                present("rid") | {"properties": {"rid": {"type": "string"}, "abort_all": {"enum": [None, False]}}},
+                present("rid")
+                | {"properties": {"rid": {"type": "string"}, "abort_all": {"enum": [None, False]}}},
                 being("abort_all", True) | {"properties": {"rid": NULL, "abort_all": {"const": True}}},
             ]
         },
@@ -53,7 +54,10 @@ async def health_generate(service: Served) -> Response:
     sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     trial = EngineRequest(f"health-{uuid.uuid4().hex}", [0], sampling)
     try:
-        async with asyncio.timeout(TRIAL_S), contextlib.aclosing(service.generate(trial, perf_counter())) as pieces:
+        async with (
+            asyncio.timeout(TRIAL_S),
+            contextlib.aclosing(service.generate(trial, perf_counter())) as pieces,
+        ):
             async for _ in pieces:
                 pass
     except TimeoutError:
@@ -62,14 +66,16 @@ async def health_generate(service: Served) -> Response:
 
 
 async def flush_cache(service: Served) -> Response:
-    """Later requests find nothing in the prefix cache that was computed before. Those that run go on: it is never refused."""
+    """Later requests find nothing in the prefix cache that was computed before. Those that run go on: it is
+    never refused."""
     service.check_alive()
     service.client.reset_prefix_cache()
     return JSON(Flushed(True, "the prefix cache is empty"))
 
 
 async def abort_request(service: Served, body: AbortRequest) -> Response:
-    """End requests: they answer with what they have, finish_reason "abort". Ids that are not running are ignored."""
+    """End requests: they answer with what they have, finish_reason "abort". Ids that are not running are
+    ignored."""
     if (body.rid is None) == (not body.abort_all):
         raise InvalidRequest("give either rid or abort_all: true", "rid")
     return JSON(Aborted(service.abort(body.rid)))

@@ -1,4 +1,5 @@
-"""POST /generate as SGLang has it: a prompt's whole state in each answer, `text` growing from chunk to chunk of a stream."""
+"""POST /generate as SGLang has it: a prompt's whole state in each answer, `text` growing from chunk to chunk
+of a stream."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from mtpserve.server.http.sse import EventStream, unless_gone
 from mtpserve.server.sglang.generate_body import DEFAULT_MAX_TOKENS, NativeRequest, Wanted
 
 RENAMED = {
-    "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed", "logprobs": "top_logprobs_num",
+    "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed",
+    "logprobs": "top_logprobs_num",
     "structured_outputs": "structural_tag",
 }  # fmt: skip
 
@@ -35,7 +37,8 @@ class FinishReason(Rendered):
     matched: int | str | UnsetType | None = UNSET
 
 
-Triple = tuple[float | None, int, str | None]  # a log-probability, a token, and its text where the request wants it
+# a log-probability, a token, and its text where the request wants it
+Triple = tuple[float | None, int, str | None]
 
 
 class MetaInfo(Rendered, kw_only=True):
@@ -76,7 +79,8 @@ class NativeChoice:
     texts: bool  # of tokens, beside their log-probabilities
     arrival: float  # perf_counter's
     scores: list[TokenLogprob] = field(default_factory=list)
-    prompt_scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # a prompt's first token has none
+    # a prompt's first token has none
+    prompt_scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     proposed: int = 0
     correct: list[int] = field(default_factory=list)  # drafts accepted, one number for each verification
 
@@ -116,7 +120,9 @@ class NativeChoice:
         meta.spec_accept_rate = sum(self.correct) / self.proposed
         meta.spec_num_correct_drafts = sum(self.correct)
         meta.spec_num_proposed_drafts = self.proposed
-        meta.spec_correct_drafts_histogram = [self.correct.count(count) for count in range(max(self.correct) + 1)]
+        meta.spec_correct_drafts_histogram = [
+            self.correct.count(count) for count in range(max(self.correct) + 1)
+        ]
 
     def _add_logprobs(self, meta: MetaInfo) -> None:
         wanted, prompt = self.wanted, self.choice.request.prompt
@@ -125,7 +131,9 @@ class NativeChoice:
         start = wanted.scored_from if wanted.scores(prompt) else len(prompt)
         of_prompt = list(zip(prompt[start:], self.prompt_scores[start:], strict=False))
         of_output = list(zip(self.choice.tokens, self.scores, strict=False))
-        meta.input_token_logprobs = [self._triple(token, None if score is None else score.logprob) for token, score in of_prompt]
+        meta.input_token_logprobs = [
+            self._triple(token, None if score is None else score.logprob) for token, score in of_prompt
+        ]
         meta.output_token_logprobs = [self._triple(token, score.logprob) for token, score in of_output]
         if top := wanted.top_logprobs:
             meta.input_top_logprobs = [self._top(score, top) for _, score in of_prompt]
@@ -147,12 +155,16 @@ def params_of(service: Service, wanted: Wanted, priority: int) -> SamplingParams
     return params
 
 
-async def choices_of(service: Service, body: NativeRequest, params: Sequence[SamplingParams], arrival: float) -> list[NativeChoice]:
+async def choices_of(
+    service: Service, body: NativeRequest, params: Sequence[SamplingParams], arrival: float
+) -> list[NativeChoice]:
     """One for each prompt and choice, in this order. `params`: of each prompt."""
     choices: list[NativeChoice] = []
     handover = service.handover(body)
     context = service.client.card.context_length
-    for number, (prompt, sampling, wanted) in enumerate(zip(body.prompts, params, body.wanted(), strict=True)):
+    for number, (prompt, sampling, wanted) in enumerate(
+        zip(body.prompts, params, body.wanted(), strict=True)
+    ):
         spelling, max_tokens = await service.spelling(sampling), sampling.max_tokens
         if isinstance(prompt, str):
             ids = await service.encode(prompt, body.field, special=True)
@@ -161,14 +173,22 @@ async def choices_of(service: Service, body: NativeRequest, params: Sequence[Sam
             service.check_ids(ids[:context], body.field)
         service.check_length(ids, max_tokens, body.field)
         limit = min(DEFAULT_MAX_TOKENS, context - len(ids)) if max_tokens is None else max_tokens
-        one = replace(sampling, max_tokens=limit, prompt_logprobs=sampling.logprobs if wanted.scores(ids) else None)
+        one = replace(
+            sampling, max_tokens=limit, prompt_logprobs=sampling.logprobs if wanted.scores(ids) else None
+        )
         rid = body.rid[number] if isinstance(body.rid, list) else body.rid
         id = rid or uuid.uuid4().hex
         id = f"{id}-{number}" if rid is not None and body.listed and not isinstance(body.rid, list) else id
         requests = requests_of(service, spelling, id, ids, one, body.choices, salt=body.salt)
         scores_only, texts = wanted.sampling.scores_only, bool(body.return_text_in_logprobs)
         choices += [
-            NativeChoice(id, Choice(service, handover.of(choice_request, number), scores_only=scores_only), wanted, texts, arrival)
+            NativeChoice(
+                id,
+                Choice(service, handover.of(choice_request, number), scores_only=scores_only),
+                wanted,
+                texts,
+                arrival,
+            )
             for choice_request in requests
         ]
     return choices
@@ -182,7 +202,9 @@ async def generate(request: Request, service: Served, body: NativeRequest) -> Re
     with renamed(RENAMED):
         params = [params_of(service, wanted, body.priority or 0) for wanted in body.wanted()]
         native_choices = await choices_of(service, body, params, arrival)
-    generation = Generation(service, [native.choice for native in native_choices], arrival, body.timeout, bool(body.stream))
+    generation = Generation(
+        service, [native.choice for native in native_choices], arrival, body.timeout, bool(body.stream)
+    )
     several = body.listed or body.choices > 1
 
     def chunk(index: int, step: StepOutput) -> Generated:

@@ -11,7 +11,17 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.constraints import constraint
 from mtpserve.server.chat.forms import GRAMMAR
-from mtpserve.server.schema.base import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, RequestId, Salted, Strict, Texts, Timeout, Tokens
+from mtpserve.server.schema.base import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    MAX_SEQUENCES,
+    RequestId,
+    Salted,
+    Strict,
+    Texts,
+    Timeout,
+    Tokens,
+)
 from mtpserve.server.schema.fields import biases, custom, either, texts
 from mtpserve.server.schema.kv_transfer import TransferFields
 from mtpserve.server.schema.shapes import PROMPT, SAMPLING, Schema, one_of
@@ -62,8 +72,18 @@ class NativeSampling(Strict):
 
     def params(self, defaults: dict[str, float | int]) -> SamplingParams:
         """Raises InvalidRequest with the names of SamplingParams, which are SGLang's but for three."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-        options: dict[str, Any] = defaults | {name: value for name in names if (value := getattr(self, name)) is not None}
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+        )
+        options: dict[str, Any] = defaults | {
+            name: value for name in names if (value := getattr(self, name)) is not None
+        }
         form = {"json_schema": self.json_schema, "regex": self.regex, "ebnf": self.ebnf}
         if self.structural_tag is not None:
             form["structured_outputs"] = {"structural_tag": self.structural_tag}  # type: ignore[assignment]
@@ -85,7 +105,8 @@ class NativeSampling(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked for with one prompt. `scored_from`: the first token of the prompt whose log-probability is wanted, -1: none's."""
+    """What is asked for with one prompt. `scored_from`: the first token of the prompt whose log-probability
+    is wanted, -1: none's."""
 
     sampling: NativeSampling
     logprobs: bool
@@ -96,7 +117,9 @@ class Wanted:
         return self.logprobs and 0 <= self.scored_from < len(prompt)
 
 
-def one_or_several(value: Any, _: ValidatorFunctionWrapHandler) -> NativeSampling | list[NativeSampling] | None:
+def one_or_several(
+    value: Any, _: ValidatorFunctionWrapHandler
+) -> NativeSampling | list[NativeSampling] | None:
     """Errors name a field of the object that was given, and not of each that the union allows."""
     if isinstance(value, list):
         return [NativeSampling.model_validate(item) for item in value]
@@ -107,12 +130,15 @@ PER_PROMPT = ("sampling_params", "return_logprob", "logprob_start_len", "top_log
 
 
 class NativeRequest(Salted, TransferFields):
-    """Exactly one of `text` and `input_ids`; a list of either is answered by a list, and may have a list of what is asked for with each."""
+    """Exactly one of `text` and `input_ids`; a list of either is answered by a list, and may have a list of
+    what is asked for with each."""
 
     column = "generate"
     shapes: ClassVar[dict[str, Schema]] = {
         "text": {"minLength": 1, "minItems": 1, "maxItems": MAX_PROMPTS},
-        "input_ids": {"anyOf": [PROMPT, {"type": "array", "items": PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS}]},
+        "input_ids": {
+            "anyOf": [PROMPT, {"type": "array", "items": PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS}]
+        },
         "logprob_start_len": {"minimum": -1, "items": {"type": "integer", "minimum": -1}},
         "top_logprobs_num": TOP | {"items": {"type": "integer"} | TOP},
     }
@@ -120,10 +146,16 @@ class NativeRequest(Salted, TransferFields):
 
     text: Annotated[str | Texts | None, either("a string or a list of strings")] = None
     input_ids: Annotated[
-        Tokens | Annotated[list[Tokens], Field(fail_fast=True)] | None, either("a list of token ids, or a list of such lists")
+        Tokens | Annotated[list[Tokens], Field(fail_fast=True)] | None,
+        either("a list of token ids, or a list of such lists"),
     ] = None
-    sampling_params: Annotated[NativeSampling | list[NativeSampling] | None, WrapValidator(one_or_several)] = None
-    rid: Annotated[RequestId | list[RequestId] | None, either("an id of letters, digits, '.', '_', ':' and '-', or a list of such")] = None
+    sampling_params: Annotated[
+        NativeSampling | list[NativeSampling] | None, WrapValidator(one_or_several)
+    ] = None
+    rid: Annotated[
+        RequestId | list[RequestId] | None,
+        either("an id of letters, digits, '.', '_', ':' and '-', or a list of such"),
+    ] = None
     stream: bool | None = None
     return_logprob: Annotated[bool | list[bool] | None, either("true, false, or a list of these")] = None
     logprob_start_len: Annotated[int | Tokens | None, either("a number or a list of numbers")] = None
@@ -140,26 +172,43 @@ class NativeRequest(Salted, TransferFields):
         count = len(self.prompts)
         if count > MAX_PROMPTS or count * self.choices > MAX_SEQUENCES:
             allowed = f"at most {MAX_PROMPTS} prompts and {MAX_SEQUENCES} texts are allowed"
-            raise InvalidRequest(f"{self.field} has {count} prompts and n is {self.choices}: {allowed}", self.field)
-        if isinstance(self.rid, list) and (len(set(self.rid)) != len(self.rid) or len(self.rid) != count or not self.listed):
-            raise InvalidRequest(f"rid must be one id, or one for each of {count} prompts in a list, all different", "rid")
+            raise InvalidRequest(
+                f"{self.field} has {count} prompts and n is {self.choices}: {allowed}", self.field
+            )
+        if isinstance(self.rid, list) and (
+            len(set(self.rid)) != len(self.rid) or len(self.rid) != count or not self.listed
+        ):
+            raise InvalidRequest(
+                f"rid must be one id, or one for each of {count} prompts in a list, all different", "rid"
+            )
         for name in PER_PROMPT:
             value = getattr(self, name)
             if isinstance(value, list) and (len(value) != count or not self.listed):
-                raise InvalidRequest(f"{name} must be one value, or one for each of {count} prompts in a list, got {len(value)}", name)
+                raise InvalidRequest(
+                    f"{name} must be one value, or one for each of {count} prompts in a list, got "
+                    f"{len(value)}",
+                    name,
+                )
         for wanted in self.wanted():
             if wanted.scored_from < -1:
-                raise InvalidRequest(f"logprob_start_len must be at least -1, got {wanted.scored_from}", "logprob_start_len")
+                raise InvalidRequest(
+                    f"logprob_start_len must be at least -1, got {wanted.scored_from}", "logprob_start_len"
+                )
             if wanted.top_logprobs and not wanted.logprobs:
                 raise InvalidRequest("top_logprobs_num needs return_logprob to be true", "top_logprobs_num")
             if (wanted.sampling.n or 1) != self.choices:
-                raise InvalidRequest(f"n must be the same for all prompts, got {self.choices} and {wanted.sampling.n or 1}", "n")
+                raise InvalidRequest(
+                    f"n must be the same for all prompts, got {self.choices} and {wanted.sampling.n or 1}",
+                    "n",
+                )
 
     def wanted(self) -> list[Wanted]:
         """With each prompt."""
         count = len(self.prompts)
         columns = [getattr(self, name) for name in PER_PROMPT]
-        rows = zip(*(values if isinstance(values, list) else [values] * count for values in columns), strict=True)
+        rows = zip(
+            *(values if isinstance(values, list) else [values] * count for values in columns), strict=True
+        )
         return [
             Wanted(sampling or NativeSampling(), bool(logprobs), -1 if start is None else start, top or 0)
             for sampling, logprobs, start, top in rows
@@ -172,7 +221,9 @@ class NativeRequest(Salted, TransferFields):
     @property
     def choices(self) -> int:
         """Of each prompt."""
-        params = self.sampling_params[:1] if isinstance(self.sampling_params, list) else [self.sampling_params]
+        params = (
+            self.sampling_params[:1] if isinstance(self.sampling_params, list) else [self.sampling_params]
+        )
         return next((one.n for one in params if one is not None and one.n is not None), 1)
 
     @property

@@ -16,7 +16,8 @@ from mtpserve.server.chat.service import Served
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.schema.shapes import SERVER
 
-Rank = Annotated[int, Field(json_schema_extra={"minimum": 0, SERVER: "rank"})]  # among the engines of this server
+# among the engines of this server
+Rank = Annotated[int, Field(json_schema_extra={"minimum": 0, SERVER: "rank"})]
 
 
 class EngineLoad(Rendered):
@@ -80,13 +81,17 @@ def load_of(engine: EngineState, card: ModelCard) -> EngineLoad:
 
 
 async def loads(service: Served, dp_rank: Rank | None = None) -> Response:
-    """The engines that are up; with `dp_rank` one of them. 503 from SIGTERM on, and once the engines are dead: a router then sends
-    its requests elsewhere."""
+    """The engines that are up; with `dp_rank` one of them. 503 from SIGTERM on, and once the engines are
+    dead: a router then sends its requests elsewhere."""
     service.check_ready()
     engines, card = service.client.engines, service.client.card
     if dp_rank is not None and not 0 <= dp_rank < len(engines):
         raise InvalidRequest(f"dp_rank must be in [0, {len(engines) - 1}], got {dp_rank}", "dp_rank")
-    engine_loads = [load_of(engine, card) for engine in engines if engine.state == "up" and dp_rank in (None, engine.number)]
+    engine_loads = [
+        load_of(engine, card)
+        for engine in engines
+        if engine.state == "up" and dp_rank in (None, engine.number)
+    ]
     total = TotalLoad(
         total_running_reqs=sum(load.num_running_reqs for load in engine_loads),
         total_waiting_reqs=sum(load.num_waiting_reqs for load in engine_loads),
@@ -94,7 +99,15 @@ async def loads(service: Served, dp_rank: Rank | None = None) -> Response:
         total_tokens=sum(load.num_used_tokens for load in engine_loads),
         avg_token_usage=round(sum(load.token_usage for load in engine_loads) / max(1, len(engine_loads)), 4),
     )
-    return JSON(Loads(datetime.fromtimestamp(int(time()), UTC).isoformat(), __version__, len(engines), engine_loads, total))
+    return JSON(
+        Loads(
+            datetime.fromtimestamp(int(time()), UTC).isoformat(),
+            __version__,
+            len(engines),
+            engine_loads,
+            total,
+        )
+    )
 
 
 async def get_load(service: Served) -> Response:
@@ -104,7 +117,12 @@ async def get_load(service: Served) -> Response:
     engines = [engine for engine in service.client.engines if engine.state == "up"]
     return JSON(
         [
-            OneLoad(engine.number, engine.stats.running + engine.stats.waiting, engine.stats.waiting, used_tokens(engine.stats, card))
+            OneLoad(
+                engine.number,
+                engine.stats.running + engine.stats.waiting,
+                engine.stats.waiting,
+                used_tokens(engine.stats, card),
+            )
             for engine in engines
         ]
     )

@@ -1,4 +1,5 @@
-"""SGLang's helpers for clients of /generate: a model's text taken apart into calls, or into reasoning and the rest."""
+"""SGLang's helpers for clients of /generate: a model's text taken apart into calls, or into reasoning and the
+rest."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ class SeparatedReasoning(Rendered):
 async def parse_function_call(service: Served, body: ParseFunctionCall) -> Response:
     """The calls in a text, and the text without them."""
     name = known(
-        service.formats.tool_calls if body.tool_call_parser is None else body.tool_call_parser, TOOL_CALLS.names(), "tool_call_parser"
+        service.formats.tool_calls if body.tool_call_parser is None else body.tool_call_parser,
+        TOOL_CALLS.names(),
+        "tool_call_parser",
     )
     formats = Formats(name, None)
     use = tool_use(body.tools, None, None, formats)
@@ -86,22 +89,34 @@ async def parse_function_call(service: Served, body: ParseFunctionCall) -> Respo
 async def separate_reasoning(service: Served, body: SeparateReasoning) -> Response:
     """The reasoning in front of an answer, and the answer."""
     name = known(
-        service.formats.reasoning if body.reasoning_parser is None else body.reasoning_parser, REASONINGS.names(), "reasoning_parser"
+        service.formats.reasoning if body.reasoning_parser is None else body.reasoning_parser,
+        REASONINGS.names(),
+        "reasoning_parser",
     )
     thinking = REASONINGS.get(name)
-    events = await taken_apart(service, body.text, OutputParser(thinking, Opening.INSIDE if thinking.always else Opening.MAYBE))
+    events = await taken_apart(
+        service, body.text, OutputParser(thinking, Opening.INSIDE if thinking.always else Opening.MAYBE)
+    )
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
-    return JSON(SeparatedReasoning(reasoning, "".join(event.text for event in events if isinstance(event, Content))))
+    return JSON(
+        SeparatedReasoning(reasoning, "".join(event.text for event in events if isinstance(event, Content)))
+    )
 
 
 def known(name: str | None, names: list[str], field: str) -> str:
     if name not in names:
-        raise InvalidRequest(f"{field} must be one of {', '.join(names)}, got {'nothing' if name is None else repr(name[:50])}", field)
+        raise InvalidRequest(
+            f"{field} must be one of {', '.join(names)}, got "
+            f"{'nothing' if name is None else repr(name[:50])}",
+            field,
+        )
     return name
 
 
 async def taken_apart(service: Service, text: str, parser: OutputParser) -> list[Event]:
     if len(text) > MAX_BYTES_PER_TOKEN * service.client.card.context_length:
-        raise ContextLengthExceeded(f"text has {len(text)} characters, more than an answer of this model can have", "text")
+        raise ContextLengthExceeded(
+            f"text has {len(text)} characters, more than an answer of this model can have", "text"
+        )
     check_text(text, "text")
     return await asyncio.to_thread(lambda: [*parser.feed(text), *parser.finish()])

@@ -1,11 +1,13 @@
-"""Several sources of drafts in one tree: a base (an MTP chain or tree, or nothing), and chains that need no pass of a model.
+"""Several sources of drafts in one tree: a base (an MTP chain or tree, or nothing), and chains that need no
+pass of a model.
 
 Equal beginnings share their nodes, so a chain that begins like the base's only extends it:
 
     base    x → a → b        grammar   x → a → c → d        together   x → a → b
                                                                            └→ c → d
 
-If no request of the batch has such a chain, the base's drafts are returned unchanged, and a sampled chain keeps its q.
+If no request of the batch has such a chain, the base's drafts are returned unchanged, and a sampled chain
+keeps its q.
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ Chain = tuple[Tensor, Tensor, Source]  # tokens [D, n], how many [D]
 
 
 class CombinedDrafter:
-    """`sizes.free` nodes per request for chains, in addition to the base's. With `always_free`, n-grams are looked up for every request."""
+    """`sizes.free` nodes per request for chains, in addition to the base's. With `always_free`, n-grams are
+    looked up for every request."""
 
     def __init__(self, base: Drafter) -> None:
         self.base, self.sizes, self.coupled = base, base.sizes, base.coupled
         self.features, self.lag = base.features, base.lag
         self.graph_safe = base.graph_safe and not self.sizes.always_free
 
-    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
+    def draft(
+        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
+    ) -> Drafts | None:
         drafts = self.base.draft(batch, hidden, verify_output, draft_targets)
         if draft_targets.max_steps == 0 or self.sizes.free == 0:
             return drafts
@@ -39,7 +44,9 @@ class CombinedDrafter:
         if not chains:
             return drafts
         # A request that limits the depth to less than the base's limits its free drafts too.
-        allowed = torch.where(draft_targets.num_steps >= self.sizes.steps, self.sizes.free, draft_targets.num_steps)
+        allowed = torch.where(
+            draft_targets.num_steps >= self.sizes.steps, self.sizes.free, draft_targets.num_steps
+        )
         limited = [(tokens, torch.minimum(count, allowed), source) for tokens, count, source in chains]
         return merge(drafts, len(req_indices), limited, self.sizes)
 
@@ -58,10 +65,17 @@ class CombinedDrafter:
         length = req_tensors.num_tokens[req_indices]
         if batch.predictions is not None:
             prediction, size = map(batch.drafted, batch.predictions)
-            tokens, prompt = req_tensors.tokens[req_indices, : int(length.max())], req_tensors.num_prompt_tokens(req_indices)
-            chains.append((*predicted(prediction, size, tokens, length, prompt, self.sizes.free), Source.PREDICTION))
+            tokens, prompt = (
+                req_tensors.tokens[req_indices, : int(length.max())],
+                req_tensors.num_prompt_tokens(req_indices),
+            )
+            chains.append(
+                (*predicted(prediction, size, tokens, length, prompt, self.sizes.free), Source.PREDICTION)
+            )
         if self.sizes.always_free:
-            chains.append((*continued(req_tensors.tokens, req_indices, length, self.sizes.free), Source.NGRAM))
+            chains.append(
+                (*continued(req_tensors.tokens, req_indices, length, self.sizes.free), Source.NGRAM)
+            )
         return chains
 
 
@@ -73,14 +87,18 @@ def merge(drafts: Drafts | None, requests: int, chains: list[Chain], sizes: Draf
     if drafts is not None:
         number, count = drafts.tokens.shape[1], drafts.num_draft_tokens.clone()
         tokens[:, :number] = drafts.tokens
-        parents[:, :number] = torch.arange(number, device=device) if drafts.tree is None else drafts.tree.parents
+        parents[:, :number] = (
+            torch.arange(number, device=device) if drafts.tree is None else drafts.tree.parents
+        )
         sources[:, :number] = 0 if drafts.sources is None else drafts.sources
     batch_idx, place = torch.arange(requests, device=device), torch.arange(room, device=device)
     for chain, size, source in chains:
         node = torch.zeros_like(count)
         for step in range(chain.shape[1]):
             token, wanted = chain[:, step], step < size
-            child = (parents == node.unsqueeze(1)) & (tokens == token.unsqueeze(1)) & (place < count.unsqueeze(1))
+            child = (
+                (parents == node.unsqueeze(1)) & (tokens == token.unsqueeze(1)) & (place < count.unsqueeze(1))
+            )
             is_duplicate = child.any(1)
             added = wanted & ~is_duplicate & (count < room)
             at = torch.where(added, count, room - 1)

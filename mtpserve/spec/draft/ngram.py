@@ -1,5 +1,6 @@
-"""Drafts without a model: the tokens that followed the last occurrence of the current n-gram (prompt lookup decoding,
-https://github.com/apoorvumang/prompt-lookup-decoding), in the request's own text or in the client's prediction of the output.
+"""Drafts without a model: the tokens that followed the last occurrence of the current n-gram (prompt lookup
+decoding, https://github.com/apoorvumang/prompt-lookup-decoding), in the request's own text or in the client's
+prediction of the output.
 """
 
 from __future__ import annotations
@@ -25,15 +26,24 @@ class NGramDrafter:
     def __init__(self, sizes: DraftSizes) -> None:
         self.sizes = sizes
 
-    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
+    def draft(
+        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
+    ) -> Drafts | None:
         if draft_targets.max_steps == 0:
             return None
         req_indices = batch.drafted(batch.req_indices)
         tokens, count = continued(
-            batch.req_tensors.tokens, req_indices, batch.req_tensors.num_tokens[req_indices], min(draft_targets.max_steps, self.sizes.steps)
+            batch.req_tensors.tokens,
+            req_indices,
+            batch.req_tensors.num_tokens[req_indices],
+            min(draft_targets.max_steps, self.sizes.steps),
         )
         count = torch.minimum(count, draft_targets.num_steps)
-        count = count if draft_targets.max_draft_tokens is None else torch.minimum(count, draft_targets.max_draft_tokens)
+        count = (
+            count
+            if draft_targets.max_draft_tokens is None
+            else torch.minimum(count, draft_targets.max_draft_tokens)
+        )
         return Drafts(tokens, count, sources=torch.full_like(tokens, Source.NGRAM))
 
     def store_deferred_kv(self, batch: Batch) -> None:
@@ -50,8 +60,11 @@ def continued(tokens: Tensor, req_indices: Tensor, length: Tensor, number: int) 
     return taken(history, place, length, number)
 
 
-def predicted(prediction: Tensor, size: Tensor, tokens: Tensor, length: Tensor, prompt: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """The same from the client's prediction: prediction [D, n], of which `size` [D] are valid; tokens [D, m], of which `length` [D].
+def predicted(
+    prediction: Tensor, size: Tensor, tokens: Tensor, length: Tensor, prompt: Tensor, number: int
+) -> tuple[Tensor, Tensor]:
+    """The same from the client's prediction: prediction [D, n], of which `size` [D] are valid; tokens [D, m],
+    of which `length` [D].
 
     While there is no output to look up, the beginning of the prediction is proposed.
     """
@@ -67,15 +80,18 @@ def last_of(tokens: Tensor, length: Tensor, number: int) -> Tensor:
     return tokens.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
 
 
-def follow(text: Tensor, size: Tensor, ends: Tensor, written: Tensor, shortest: int = SHORTEST, first: bool = False) -> Tensor:
-    """text [D, n], ends [D, LONGEST] → the place [D] after the last occurrence (or the first) of the longest suffix of `ends` that occurs;
-    -1 if none does. At most `written` [D] tokens are compared.
+def follow(
+    text: Tensor, size: Tensor, ends: Tensor, written: Tensor, shortest: int = SHORTEST, first: bool = False
+) -> Tensor:
+    """text [D, n], ends [D, LONGEST] → the place [D] after the last occurrence (or the first) of the longest
+    suffix of `ends` that occurs; -1 if none does. At most `written` [D] tokens are compared.
 
         ends     . . b c            text   a b c d e b c f              place of f, or of d with `first`
     """
     device = text.device
     columns = torch.arange(text.shape[1], device=device)
-    agree = torch.ones_like(text, dtype=torch.bool)  # [D, n], the last `back` tokens up to column c are those of `ends`
+    # [D, n], the last `back` tokens up to column c are those of `ends`
+    agree = torch.ones_like(text, dtype=torch.bool)
     after = size.new_full(size.shape, -1)
     for back in range(1, LONGEST + 1):
         shifted = torch.roll(text, back - 1, 1) == ends[:, -back].unsqueeze(1)

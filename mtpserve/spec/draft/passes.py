@@ -1,20 +1,20 @@
 """The passes of a draft model over a request's rows, for all drafters that have one.
 
-A draft model's row in slot s is computed from token s (core.protocols.models.DraftModel). With lag 1 it also gets the trunk's features of
-token s - 1:
+A draft model's row in slot s is computed from token s (core.protocols.models.DraftModel). With lag 1 it also
+gets the trunk's features of token s - 1:
 
     token        t0    t1    t2    t3 |  t4 …      | a page ends here
     trunk slot   0     1     2     3  |  4
     draft slot   –     h0t1  h1t2  h2t3| h3t4
 
-So a page of the trunk or of the draft model depends only on the tokens up to the page's end. h3 is stored with the page
-(cache/boundary), for a request that starts after a page which another request has computed.
+So a page of the trunk or of the draft model depends only on the tokens up to the page's end. h3 is stored
+with the page (cache/boundary), for a request that starts after a page which another request has computed.
 
 Rows of rejected drafts are absorbed too: the next step's absorb overwrites them before anything reads them.
 
-While nothing is drafted a row's output is of no use, only what later rows need of it (`store_kv`). And a pass for one row of each request
-costs
-nearly what it costs for some: the features of decoded rows are kept for some steps (cache/deferred), and absorbed by one pass.
+While nothing is drafted a row's output is of no use, only what later rows need of it (`store_kv`). And a pass
+for one row of each request costs nearly what it costs for some: the features of decoded rows are kept for
+some steps (cache/deferred), and absorbed by one pass.
 """
 
 from __future__ import annotations
@@ -36,23 +36,26 @@ from mtpserve.spec.draft.history import FeatureHistory
 from mtpserve.spec.draft.modules import ModuleChain, behind
 from mtpserve.spec.draft.propose import Propose, propose
 
-# From so many rows on, and so many for each request, a pass for their keys and values and another one for the outputs that are used are
-# cheaper than one for all. Few rows take as long as one.
+# From so many rows on, and so many for each request, a pass for their keys and values and another one for the
+# outputs that are used are cheaper than one for all. Few rows take as long as one.
 SPLIT_ROWS, SPLIT_EACH = 16, 2
 
 
-# Absorbs a step's rows → so many drafts of each request that is drafted for [D, steps], and what they were drawn from [D, steps,
-# vocabulary]; None if all are point masses.
+# Absorbs a step's rows → so many drafts of each request that is drafted for [D, steps], and what they were
+# drawn from [D, steps, vocabulary]; None if all are point masses.
 DraftChain = Callable[["DraftPasses", Batch, Hidden, VerifyOutput, int], tuple[Tensor, Tensor | None]]
-# mtpserve_kernels.seats.reference.draft_positions with a page size: length, page_table, seat_ids, lookback, steps → positions, slots.
+# mtpserve_kernels.seats.reference.draft_positions with a page size: length, page_table, seat_ids, lookback,
+# steps → positions, slots.
 DraftPositions = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReducedHead:
-    """A draft head over the most frequent tokens: drafting multiplies only their rows of the language-model head.
+    """A draft head over the most frequent tokens: drafting multiplies only their rows of the language-model
+    head.
 
-    Other tokens are never proposed and their q is zero. Verification uses the whole vocabulary, so it stays lossless.
+    Other tokens are never proposed and their q is zero. Verification uses the whole vocabulary, so it stays
+    lossless.
     """
 
     tokens: Tensor  # [n] int64, ascending, so that ties are broken as in the whole vocabulary
@@ -66,7 +69,8 @@ class ReducedHead:
 
 @dataclass(frozen=True, slots=True)
 class BlockContext:
-    """core.protocols.attention.Context: rows that are stored as `own` plans them, and attend as `whole` does."""
+    """core.protocols.attention.Context: rows that are stored as `own` plans them, and attend as `whole`
+    does."""
 
     own: Context
     whole: Context
@@ -89,22 +93,31 @@ class BlockContext:
 
 @cache
 def numbers(first: int, end: int, step: int, device: torch.device) -> Tensor:
-    """torch.arange, made once: nobody writes to it. A step is captured after it has run, so that none of these is in a graph's memory."""
+    """torch.arange, made once: nobody writes to it. A step is captured after it has run, so that none of
+    these is in a graph's memory."""
     return torch.arange(first, end, step, device=device)
 
 
 class DraftPasses:
-    """`attention` plans for the draft model's own layers; `draft_positions` knows their page size. `boundary` is None if the draft model
-    gets no features of the trunk, and so is `deferred`, or if no row is ever deferred; `history`, if it gets those of one row. `steps`:
-    drafts of a block. `draft_chain`: None is spec.draft.chain.one_by_one."""
+    """`attention` plans for the draft model's own layers; `draft_positions` knows their page size. `boundary`
+    is None if the draft model gets no features of the trunk, and so is `deferred`, or if no row is ever
+    deferred; `history`, if it gets those of one row. `steps`: drafts of a block. `draft_chain`: None is
+    spec.draft.chain.one_by_one."""
 
     def __init__(
-        self, model: DraftModel, attention: AttentionBackend, draft_positions: DraftPositions, boundary: BoundaryRows | None = None,
+        self, model: DraftModel, attention: AttentionBackend, draft_positions: DraftPositions,
+        boundary: BoundaryRows | None = None,
         reduced: ReducedHead | None = None, propose: Propose = propose, deferred: DeferredRows | None = None,
         history: FeatureHistory | None = None, steps: int = 0, draft_chain: DraftChain | None = None,
     ) -> None:  # fmt: skip
         self.history, self.steps = history, steps
-        self.model, self.attention, self.boundary, self.reduced, self.propose = model, attention, boundary, reduced, propose
+        self.model, self.attention, self.boundary, self.reduced, self.propose = (
+            model,
+            attention,
+            boundary,
+            reduced,
+            propose,
+        )
         self.deferred, self.draft_chain, self.draft_positions = deferred, draft_chain, draft_positions
         self.described: Any = None  # kept by a kernel that needs it
         self.chain: ModuleChain | None = None
@@ -112,44 +125,60 @@ class DraftPasses:
             self.chain = ModuleChain(cast(ChainedModules, model), attention, history, boundary)
 
     def joined(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> Hidden:
-        """The trunk's output with the features that the draft model wants: in every step, before anything else. Chained modules make
-        them of it as they absorb it."""
+        """The trunk's output with the features that the draft model wants: in every step, before anything
+        else. Chained modules make them of it as they absorb it."""
         if self.history is None or self.boundary is None or hidden.features is None:
             return hidden
         self.history.resume(batch, self.boundary)
         if self.chain is not None:
             return hidden
-        return hidden._replace(features=self.history.joined(batch, hidden.features, verify_output.num_accepted_tokens))
+        return hidden._replace(
+            features=self.history.joined(batch, hidden.features, verify_output.num_accepted_tokens)
+        )
 
     def extend(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> tuple[Hidden, Tensor]:
-        """Computes the draft model's row for the token after each row of the batch. → its output at the last token of each request that
-        may be drafted for, and their seats. Called after the verdict has advanced the seats; every span's rows are a chain."""
+        """Computes the draft model's row for the token after each row of the batch. → its output at the last
+        token of each request that may be drafted for, and their seats. Called after the verdict has advanced
+        the seats; every span's rows are a chain."""
         features, req_indices = hidden.features, batch.drafted(batch.req_indices)
         last, rows = self.last(batch, verify_output), self.after(batch, features)
         if self.chain is not None and features is not None:
-            return self.chain.extend(batch, rows, features, verify_output.num_accepted_tokens).at(last), req_indices
+            return self.chain.extend(batch, rows, features, verify_output.num_accepted_tokens).at(
+                last
+            ), req_indices
         if self.model.mask is not None:
             self.model.store_kv(rows.input_ids, rows.positions, features, self.attention.plan(rows))
-            return self.block(batch, req_indices, rows.input_ids[last], rows.token_indices[last], self.model.mask), req_indices
+            return self.block(
+                batch, req_indices, rows.input_ids[last], rows.token_indices[last], self.model.mask
+            ), req_indices
         if not self.splits(rows, last):
-            return self.model.extend(rows.input_ids, rows.positions, features, self.attention.plan(rows)).at(last), req_indices
+            return self.model.extend(rows.input_ids, rows.positions, features, self.attention.plan(rows)).at(
+                last
+            ), req_indices
         # Of most rows only what later rows need is of use.
         self.model.store_kv(rows.input_ids, rows.positions, features, self.attention.plan(rows))
-        ends = self.rows(batch, req_indices, rows.input_ids[last], rows.token_indices[last], rows.positions[last])
+        ends = self.rows(
+            batch, req_indices, rows.input_ids[last], rows.token_indices[last], rows.positions[last]
+        )
         last_features = None if features is None else features[last]
-        return self.model.extend(ends.input_ids, ends.positions, last_features, self.attention.plan(ends)), req_indices
+        return self.model.extend(
+            ends.input_ids, ends.positions, last_features, self.attention.plan(ends)
+        ), req_indices
 
     def last(self, batch: Batch, verify_output: VerifyOutput) -> Tensor:
         """[D], the last row that counts of each request that may be drafted for."""
-        return batch.drafted(torch.addcmul(batch.last_token_rows, verify_output.num_accepted_tokens, batch.samples))
+        return batch.drafted(
+            torch.addcmul(batch.last_token_rows, verify_output.num_accepted_tokens, batch.samples)
+        )
 
     def splits(self, rows: Batch, last: Tensor) -> bool:
-        """Whether keys and values of all rows are computed first, and then the outputs of the `last` ones [D] alone."""
+        """Whether keys and values of all rows are computed first, and then the outputs of the `last` ones [D]
+        alone."""
         return rows.input_ids.shape[0] >= max(SPLIT_ROWS, SPLIT_EACH * last.shape[0])
 
     def block(self, batch: Batch, req_indices: Tensor, ids: Tensor, index: Tensor, mask: int) -> Hidden:
-        """One pass over the last tokens `ids` [D], whose rows are at `index`, and a mask for each draft after them (DFlash, https://
-        arxiv.org/abs/2602.06036 §3). → as core.protocols.models.BlockModel.block."""
+        """One pass over the last tokens `ids` [D], whose rows are at `index`, and a mask for each draft after
+        them (DFlash, https:// arxiv.org/abs/2602.06036 §3). → as core.protocols.models.BlockModel.block."""
         model, places = cast(BlockModel, self.model), torch.arange(1, self.steps + 2, device=ids.device)
         tokens = torch.where(places == 1, ids.unsqueeze(1), mask)
         index = index.unsqueeze(1) + places
@@ -160,10 +189,15 @@ class DraftPasses:
         # Each sees all of them, and of a window what the last one sees: as if all were the last one.
         last = (rows.seq_lens - 1).repeat_interleave(self.steps + 1)
         whole = self.attention.plan(rows._replace(token_indices=last, positions=last))
-        seen = [attention_plan[i] if causal else BlockContext(attention_plan[i], whole[i]) for i, causal in enumerate(model.causal)]
+        seen = [
+            attention_plan[i] if causal else BlockContext(attention_plan[i], whole[i])
+            for i, causal in enumerate(model.causal)
+        ]
         return model.block(tokens, index, seen)
 
-    def skip(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> None:
+    def skip(
+        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
+    ) -> None:
         """In the place of `extend`, where nothing is drafted."""
         if self.chain is not None:
             self.extend(batch, hidden, verify_output)  # every row needs nearly all of it
@@ -178,14 +212,18 @@ class DraftPasses:
 
     def store_deferred_kv(self, batch: Batch) -> None:
         """Absorbs rows that were deferred."""
-        self.store_kv(batch, None if self.deferred is None else self.deferred.of(batch.token_req_indices, batch.token_indices))
+        self.store_kv(
+            batch,
+            None if self.deferred is None else self.deferred.of(batch.token_req_indices, batch.token_indices),
+        )
 
     def store_kv(self, batch: Batch, features: Tensor | None) -> None:
         rows = self.after(batch, features)
         self.model.store_kv(rows.input_ids, rows.positions, features, self.attention.plan(rows))
 
     def after(self, batch: Batch, features: Tensor | None) -> Batch:
-        """The draft model's rows for the tokens after the batch's; what must be stored or computed before them is."""
+        """The draft model's rows for the tokens after the batch's; what must be stored or computed before
+        them is."""
         req_tensors, lag = batch.req_tensors, self.model.lag
         if self.boundary is not None and features is not None and self.chain is None:
             self.boundary.store(batch.slot_mapping, features)
@@ -205,11 +243,15 @@ class DraftPasses:
         )
 
     def resume(self, batch: Batch, spans: Tensor) -> None:
-        """Computes the row of the first token of each of the `spans`. `extend` cannot, because the row before it is not in the batch:
-        another request has computed it, or there is none."""
+        """Computes the row of the first token of each of the `spans`. `extend` cannot, because the row before
+        it is not in the batch: another request has computed it, or there is none."""
         req_tensors, req_indices = batch.req_tensors, batch.req_indices[spans]
         first = batch.token_indices[batch.query_start_loc[:-1][spans]]
-        features = None if self.boundary is None else self.boundary.before(req_tensors.slot_mapping(req_indices, first - 1))
+        features = (
+            None
+            if self.boundary is None
+            else self.boundary.before(req_tensors.slot_mapping(req_indices, first - 1))
+        )
         above = (first - self.model.lag).clamp(min=0)  # 0 of what pads a captured step
         rows = self.rows(batch, req_indices, req_tensors.tokens[req_indices, first], above, above)
         if self.chain is not None and features is not None:
@@ -218,11 +260,13 @@ class DraftPasses:
             self.model.extend(rows.input_ids, rows.positions, features, self.attention.plan(rows))
 
     def rows(
-        self, batch: Batch, req_indices: Tensor, ids: Tensor, index: Tensor, positions: Tensor, slots: Tensor | None = None,
+        self, batch: Batch, req_indices: Tensor, ids: Tensor, index: Tensor, positions: Tensor,
+        slots: Tensor | None = None,
         seq_lens: Tensor | None = None,
     ) -> Batch:  # fmt: skip
-        """A batch with one row for each of the tokens `ids` [rows], at `index` + lag of its request; each request's rows are
-        contiguous. `slots`: of the tokens, and `seq_lens`: index + 1 of each request's last row, where these are known."""
+        """A batch with one row for each of the tokens `ids` [rows], at `index` + lag of its request; each
+        request's rows are contiguous. `slots`: of the tokens, and `seq_lens`: index + 1 of each request's
+        last row, where these are known."""
         requests, device = req_indices.shape[0], index.device
         rows_per_req = ids.shape[0] // max(requests, 1)
         owners, ends = (
@@ -231,7 +275,9 @@ class DraftPasses:
             else (req_indices.repeat_interleave(rows_per_req), index.view(requests, rows_per_req)[:, -1])
         )
         if slots is None:
-            slots = batch.req_tensors.slot_mapping(owners, index + self.model.lag if self.model.lag else index)
+            slots = batch.req_tensors.slot_mapping(
+                owners, index + self.model.lag if self.model.lag else index
+            )
         return batch._replace(
             input_ids=ids,
             positions=positions,
@@ -260,9 +306,10 @@ class DraftPasses:
     def logits(
         self, head: Tensor, depth: int, batch: Batch, req_indices: Tensor, path: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """head [rows, hidden] of drafts after `depth` others, path: these [rows, D] and how many they are [rows], None where no request has
-        rules → the logits after the request's rules, and the token of each column (None: the whole vocabulary). Rules and sampling need
-        the whole vocabulary; the argmax alone does not. The logits may be anything, NaN too: see propose."""
+        """head [rows, hidden] of drafts after `depth` others, path: these [rows, D] and how many they are
+        [rows], None where no request has rules → the logits after the request's rules, and the token of each
+        column (None: the whole vocabulary). Rules and sampling need the whole vocabulary; the argmax alone
+        does not. The logits may be anything, NaN too: see propose."""
         sampler, columns, reduced = batch.sampler, None, self.reduced
         logits = self.model.logits(head, depth) if reduced is None else reduced.multiply(head, depth)
         if reduced is not None and sampler.all_greedy and not sampler.has_rules:

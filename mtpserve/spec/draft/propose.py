@@ -1,4 +1,5 @@
-"""The next draft of each row, from a draft model's logits. Plain torch; spec/cpu.py has the same in one call."""
+"""The next draft of each row, from a draft model's logits. Plain torch; spec/cpu.py has the same in one
+call."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ def valid(logits: Tensor) -> Tensor:
 
 
 def propose(logits: Tensor, req_indices: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:
-    """logits [rows, vocabulary] after the requests' rules, index [rows] of the tokens → the drafts [rows]. What they were drawn from is
-    written to q [rows, vocabulary] float32; None if all are point masses. Where logits are not finite any token may be proposed, from a
-    valid distribution."""
+    """logits [rows, vocabulary] after the requests' rules, index [rows] of the tokens → the drafts [rows].
+    What they were drawn from is written to q [rows, vocabulary] float32; None if all are point masses. Where
+    logits are not finite any token may be proposed, from a valid distribution."""
     if sampler.all_greedy:
         return logits.argmax(-1)
     law = sampler.probs(valid(logits), req_indices)
@@ -32,4 +33,8 @@ def propose(logits: Tensor, req_indices: Tensor, index: Tensor, sampler: Sampler
     assert q is not None
     q.copy_(law)
     tokens, coupled = sampler.choose(law, req_indices, index, DRAFT), sampler.coupled(req_indices)
-    return tokens if coupled is None else torch.where(coupled, sampler.choose(law, req_indices, index, DRAW), tokens)
+    return (
+        tokens
+        if coupled is None
+        else torch.where(coupled, sampler.choose(law, req_indices, index, DRAW), tokens)
+    )

@@ -1,7 +1,9 @@
-"""Token maps: the vocabulary of a draft model's reduced head (passes.py), the most frequent tokens of texts like those to be served.
+"""Token maps: the vocabulary of a draft model's reduced head (passes.py), the most frequent tokens of texts
+like those to be served.
 
-A file is a JSON list of token ids, or an object with "tokens"; or one array of ids as .npy or .safetensors. The idea is FR-Spec's
-(https://arxiv.org/abs/2502.14856); its published maps are pickles and are not read here.
+A file is a JSON list of token ids, or an object with "tokens"; or one array of ids as .npy or .safetensors.
+The idea is FR-Spec's (https://arxiv.org/abs/2502.14856); its published maps are pickles and are not read
+here.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def read_token_map(path: str | Path, vocab: int) -> list[int]:
         raise LoadError(f"{path}: has no tokens; at least 1 is needed")
     for token, times in Counter(tokens).items():
         if not 0 <= token < vocab:
-            raise LoadError(f"{path}: token ids must be in [0, {vocab - 1}], the model's vocabulary, got {token}")
+            raise LoadError(
+                f"{path}: token ids must be in [0, {vocab - 1}], the model's vocabulary, got {token}"
+            )
         if times > 1:
             raise LoadError(f"{path}: token {token} is listed {times} times; each token may be listed once")
     return sorted(tokens)
@@ -61,12 +65,16 @@ class TokenMap:
     tokens: list[int]  # ascending
     counted: int  # tokens of the texts
     distinct: int
-    coverage: list[tuple[int, float]]  # (size, share of the counted tokens in a map of that size), for this map's size and others
+    # (size, share of the counted tokens in a map of that size), for this map's size and others
+    coverage: list[tuple[int, float]]
 
     def write(self, path: str | Path) -> None:
         shares = {str(size): round(share, 6) for size, share in self.coverage}
         try:
-            Path(path).write_text(json.dumps({"tokens": self.tokens, "counted": self.counted, "coverage": shares}) + "\n", encoding="utf-8")
+            Path(path).write_text(
+                json.dumps({"tokens": self.tokens, "counted": self.counted, "coverage": shares}) + "\n",
+                encoding="utf-8",
+            )
         except OSError as error:
             raise ConfigError(f"--token-map {path}: cannot be written: {error.strerror}") from error
 
@@ -85,13 +93,17 @@ def count_tokens(encode: Callable[[str], list[int]], files: Iterable[str | Path]
 
 
 def make_token_map(counts: Counter[int], size: int, vocab: int, always: Collection[int]) -> TokenMap:
-    """The `always` tokens, then the most frequent ones, `size` in all; if fewer were seen, unseen ones in the order of their ids, which
-    in learned vocabularies is roughly that of their frequency. Raises ConfigError."""
+    """The `always` tokens, then the most frequent ones, `size` in all; if fewer were seen, unseen ones in the
+    order of their ids, which in learned vocabularies is roughly that of their frequency. Raises
+    ConfigError."""
     if not counts:
         raise ConfigError("--token-map: the text files have no tokens to count")
     first = sorted(token for token in always if token < vocab)
     if not max(len(first), 1) <= size <= vocab:
-        raise ConfigError(f"--token-map-size must be in [{max(len(first), 1)}, {vocab}], the special tokens and the vocabulary, got {size}")
+        raise ConfigError(
+            f"--token-map-size must be in [{max(len(first), 1)}, {vocab}], the special tokens and "
+            f"the vocabulary, got {size}"
+        )
     # The id of an added token may be beyond the model's rows.
     order = sorted(set(range(vocab)).difference(first), key=lambda token: (-counts[token], token))
     order = first + order

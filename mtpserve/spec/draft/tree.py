@@ -1,16 +1,19 @@
-"""Drafting a tree with a draft model: the nodes with the best scores are expanded, and the best of all candidates are verified.
+"""Drafting a tree with a draft model: the nodes with the best scores are expanded, and the best of all
+candidates are verified.
 
-Each step runs the layer over `topk` nodes per request; each of them gives `topk` candidates, and the best candidates are expanded next.
-All candidates stay in the pool; in the end those with the best scores, products of probabilities along the path, are taken (EAGLE-2,
-https://arxiv.org/abs/2406.16858 §4). A child scores less than its parent, so the taken nodes form a tree.
+Each step runs the layer over `topk` nodes per request; each of them gives `topk` candidates, and the best
+candidates are expanded next. All candidates stay in the pool; in the end those with the best scores, products
+of probabilities along the path, are taken (EAGLE-2, https://arxiv.org/abs/2406.16858 §4). A child scores less
+than its parent, so the taken nodes form a tree.
 
-Expanded nodes are stored in consecutive slots of the request in the order of expansion. A bitmask lets each attend to the committed
-tokens and its own ancestors, so that each branch uses its own keys:
+Expanded nodes are stored in consecutive slots of the request in the order of expansion. A bitmask lets each
+attend to the committed tokens and its own ancestors, so that each branch uses its own keys:
 
     slots     … committed | a b | c d | e f        a → c → e,  a → d → f,  b: not expanded further      f attends to a, d and itself
 
-For requests that sample, the probabilities are replaced by each candidate's share of the race in which the target chooses its token
-with the same noise (runtime/sampling/sampling): so the tree contains the tokens that the target will probably draw with this noise.
+For requests that sample, the probabilities are replaced by each candidate's share of the race in which the
+target chooses its token with the same noise (runtime/sampling/sampling): so the tree contains the tokens that
+the target will probably draw with this noise.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class TreeDrafter:
         self.passes, self.sizes, self.topk = passes, sizes, topk
         self.features, self.lag = passes.model.features, passes.model.lag
 
-    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
+    def draft(
+        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
+    ) -> Drafts | None:
         hidden = self.passes.joined(batch, hidden, verify_output)
         steps = min(draft_targets.max_steps, self.sizes.steps)
         if steps == 0:
@@ -80,8 +85,11 @@ class TreeDrafter:
     def store_deferred_kv(self, batch: Batch) -> None:
         self.passes.store_deferred_kv(batch)
 
-    def feed(self, batch: Batch, req_indices: Tensor, length: Tensor, frontier: Frontier, step: int) -> tuple[Frontier, Hidden]:
-        """One pass of the layer over the frontier's nodes. → the same nodes with their own bits set, and the output."""
+    def feed(
+        self, batch: Batch, req_indices: Tensor, length: Tensor, frontier: Frontier, step: int
+    ) -> tuple[Frontier, Hidden]:
+        """One pass of the layer over the frontier's nodes. → the same nodes with their own bits set, and the
+        output."""
         width = frontier.tokens.shape[1]
         first = (step - 1) * self.topk
         place = numbers(first, first + width, 1, length.device)
@@ -94,7 +102,9 @@ class TreeDrafter:
         state = self.passes.step(rows, None if frontier.state is None else frontier.state.flatten(0, 1), step)
         return replace(frontier, bits=bits), state
 
-    def candidates(self, batch: Batch, req_indices: Tensor, length: Tensor, parents: Frontier, state: Hidden, step: int) -> Pool:
+    def candidates(
+        self, batch: Batch, req_indices: Tensor, length: Tensor, parents: Frontier, state: Hidden, step: int
+    ) -> Pool:
         """From the parents' outputs."""
         requests, width = parents.tokens.shape
         owners, sampler = req_indices if width == 1 else req_indices.repeat_interleave(width), batch.sampler
@@ -128,7 +138,9 @@ class TreeDrafter:
             sum(part.tokens.shape[1] for part in earlier) + best.indices,
             torch.cat([parents.path[request, parent], tokens.unsqueeze(2)], 2),
             parents.bits.gather(1, parent),
-            None if state.features is None else state.features.unflatten(0, (requests, width))[request, parent],
+            None
+            if state.features is None
+            else state.features.unflatten(0, (requests, width))[request, parent],
         )
 
 
@@ -142,8 +154,11 @@ class Pool:
 
 
 def choose(pools: list[Pool], draft_targets: DraftTargets, nodes: int) -> Drafts:
-    """The best `nodes` candidates of all depths, fewer and not as deep where `draft_targets` says so, as a tree. The best is node 1."""
-    tokens, scores, parents = (torch.cat([getattr(pool, part) for pool in pools], 1) for part in ("tokens", "scores", "parents"))
+    """The best `nodes` candidates of all depths, fewer and not as deep where `draft_targets` says so, as a
+    tree. The best is node 1."""
+    tokens, scores, parents = (
+        torch.cat([getattr(pool, part) for pool in pools], 1) for part in ("tokens", "scores", "parents")
+    )
     depth = depths_of(1, tuple(pool.tokens.shape[1] for pool in pools), tokens.device)
     scores = scores.masked_fill(depth > draft_targets.num_steps.unsqueeze(1), LEAST)
     # A parent scores more than its children, so that it comes before them.
@@ -151,10 +166,17 @@ def choose(pools: list[Pool], draft_targets: DraftTargets, nodes: int) -> Drafts
     taken = best.indices
     number = numbers(1, taken.shape[1] + 1, 1, taken.device)
     void = best.values <= LEAST / 2
-    void = void if draft_targets.max_draft_tokens is None else void | (number > draft_targets.max_draft_tokens.unsqueeze(1))
+    void = (
+        void
+        if draft_targets.max_draft_tokens is None
+        else void | (number > draft_targets.max_draft_tokens.unsqueeze(1))
+    )
     count = len(number) - void.sum(1)
-    node_of = taken.new_zeros(scores.shape[0], scores.shape[1] + 1)  # place in the pool → node; the root, node 0, is at the last place
-    node_of = node_of.scatter(1, taken.masked_fill(void, scores.shape[1]), number.expand_as(taken).masked_fill(void, 0))
+    # place in the pool → node; the root, node 0, is at the last place
+    node_of = taken.new_zeros(scores.shape[0], scores.shape[1] + 1)
+    node_of = node_of.scatter(
+        1, taken.masked_fill(void, scores.shape[1]), number.expand_as(taken).masked_fill(void, 0)
+    )
     above = parents.gather(1, taken)
     above = node_of.gather(1, above.masked_fill(above < 0, scores.shape[1])).masked_fill(void, 0)
     return Drafts(tokens.gather(1, taken), count, tree=tree_of(above, len(pools)))

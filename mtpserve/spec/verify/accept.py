@@ -47,29 +47,41 @@ def accept(
     processed_logprobs: bool = False,
     kernel: Decide | None = None,
 ) -> VerifyOutput:
-    """logits [R, K+1, vocabulary] of the rows `batch.sample_rows`; no draft is deeper than `depth`. `kernel` replaces `decide` unless the
-    thresholds are lossy."""
+    """logits [R, K+1, vocabulary] of the rows `batch.sample_rows`; no draft is deeper than `depth`. `kernel`
+    replaces `decide` unless the thresholds are lossy."""
     sampler, nodes = batch.sampler, logits.shape[1]
     depth = min(depth, nodes - 1)
     raw = logits
     if sampler.has_rules:
         ids = batch.req_indices.repeat_interleave(nodes)
         path, count = node_paths(batch.drafts, batch.tree)
-        logits = sampler.processed(logits.flatten(0, 1), ids, path.flatten(0, 1), count.flatten()).view_as(logits)
-    decision = (kernel if kernel is not None and thresholds.lossless else decide)(logits, batch, depth, thresholds)
+        logits = sampler.processed(logits.flatten(0, 1), ids, path.flatten(0, 1), count.flatten()).view_as(
+            logits
+        )
+    decision = (kernel if kernel is not None and thresholds.lossless else decide)(
+        logits, batch, depth, thresholds
+    )
     logprobs = None
     if sampler.top_logprobs is not None:
         rows = path_rows(decision.path, decision.tokens, decision.num_accepted_tokens)
         p = None
         if processed_logprobs and not sampler.all_greedy:
-            p = sampler.probs(logits.flatten(0, 1), batch.req_indices.repeat_interleave(nodes)).view_as(logits)
+            p = sampler.probs(logits.flatten(0, 1), batch.req_indices.repeat_interleave(nodes)).view_as(
+                logits
+            )
         logprobs = logprobs_of(p, logits if processed_logprobs else raw, batch, rows, decision.tokens)
-    return VerifyOutput(decision.tokens, decision.num_accepted_tokens, decision.path, decision.failed, logprobs)
+    return VerifyOutput(
+        decision.tokens, decision.num_accepted_tokens, decision.path, decision.failed, logprobs
+    )
 
 
 def path_rows(path: Tensor | None, tokens: Tensor, accepted: Tensor) -> Tensor:
     """[R, D+1], the nodes at which the tokens were chosen."""
-    return torch.minimum(torch.arange(tokens.shape[1], device=tokens.device), accepted.unsqueeze(1)) if path is None else path
+    return (
+        torch.minimum(torch.arange(tokens.shape[1], device=tokens.device), accepted.unsqueeze(1))
+        if path is None
+        else path
+    )
 
 
 def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> Decision:
@@ -84,12 +96,22 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
         p = sampler.probs(logits.flatten(0, 1), ids).view_as(logits)
         if not thresholds.lossless:
             p = lenient(p, batch, thresholds)
-        coupled = torch.ones_like(batch.samples, dtype=torch.bool) if not thresholds.lossless else sampler.coupled(batch.req_indices)
+        coupled = (
+            torch.ones_like(batch.samples, dtype=torch.bool)
+            if not thresholds.lossless
+            else sampler.coupled(batch.req_indices)
+        )
         drawn = ~sampler.greedy(batch.req_indices)
         if coupled is not None:
-            depths = torch.arange(nodes, device=logits.device).unsqueeze(0) if batch.tree is None else batch.tree.depths
+            depths = (
+                torch.arange(nodes, device=logits.device).unsqueeze(0)
+                if batch.tree is None
+                else batch.tree.depths
+            )
             index = batch.req_tensors.num_tokens[batch.req_indices].unsqueeze(1) + depths
-            target_tokens = sampler.choose(p.flatten(0, 1), ids, index.expand(-1, nodes).flatten(), DRAW).view(-1, nodes)
+            target_tokens = sampler.choose(
+                p.flatten(0, 1), ids, index.expand(-1, nodes).flatten(), DRAW
+            ).view(-1, nodes)
             drawn = drawn & ~coupled
     tokens, accepted, surviving = walk(target_tokens, batch, depth)
     if drawn is not None and p is not None and not sampler.all_coupled:
@@ -99,7 +121,8 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
         if surviving is not None:
             chain = torch.minimum(torch.arange(depth + 1, device=logits.device), accepted.unsqueeze(1))
             surviving = torch.where(drawn.unsqueeze(1), chain, surviving)
-    # NaN and infinity show in a row's maximum. Only rows of accepted nodes matter: the others decided nothing.
+    # NaN and infinity show in a row's maximum. Only rows of accepted nodes matter: the others decided
+    # nothing.
     broken = ~torch.isfinite(best.values if surviving is None else best.values.gather(1, surviving))
     if nodes == 1:
         return Decision(tokens, accepted, surviving, broken.squeeze(1))
@@ -108,19 +131,22 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
 
 
 def kernel_inputs(logits: Tensor, batch: Batch, drafts: Tensor, depth: int) -> tuple[Any, ...]:
-    """The arguments of every device's `accept` kernel (mtpserve_kernels.spec.accept) for processed logits [R, K+1, vocabulary]. `drafts`:
-    those of the batch, or what the kernel reads them from."""
+    """The arguments of every device's `accept` kernel (mtpserve_kernels.spec.accept) for processed logits [R,
+    K+1, vocabulary]. `drafts`: those of the batch, or what the kernel reads them from."""
     req_tensors, sampler, tree = batch.req_tensors, batch.sampler, batch.tree
     cuts = sampler.parameters
     return (
-        logits.contiguous(), drafts, batch.num_draft_tokens, None if tree is None else tree.parents, None if tree is None else tree.depths,
-        batch.req_indices, req_tensors.num_tokens, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, cuts.coupled,
+        logits.contiguous(), drafts, batch.num_draft_tokens, None if tree is None else tree.parents,
+        None if tree is None else tree.depths,
+        batch.req_indices, req_tensors.num_tokens, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p,
+        cuts.seed, cuts.coupled,
         None if sampler.all_coupled or sampler.all_greedy else req_tensors.draft_probs, depth,
     )  # fmt: skip
 
 
 def walk(target_tokens: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """target_tokens [R, K+1], the target's token at every node → tokens [R, D+1], accepted [R], path [R, D+1] (None: a chain's)."""
+    """target_tokens [R, K+1], the target's token at every node → tokens [R, D+1], accepted [R], path [R, D+1]
+    (None: a chain's)."""
     if target_tokens.shape[1] == 1:  # no drafts: every number below would be 0
         return target_tokens, torch.zeros_like(batch.num_draft_tokens), None
     drafts, tree = batch.drafts, batch.tree
@@ -150,13 +176,16 @@ def path_to(tree: Tree, node: Tensor, depth: int) -> Tensor:
 
 
 def node_paths(drafts: Tensor, tree: Tree | None) -> tuple[Tensor, Tensor]:
-    """drafts [R, K] → the drafts on the path to each node, itself included [R, K+1, K], and their number [R, K+1]: the earlier tokens to
-    which that node's rules apply."""
+    """drafts [R, K] → the drafts on the path to each node, itself included [R, K+1, K], and their number [R,
+    K+1]: the earlier tokens to which that node's rules apply."""
     spans, number = drafts.shape
     nodes = torch.arange(number + 1, device=drafts.device)
     if tree is None:
         return drafts.unsqueeze(1).expand(spans, number + 1, number), nodes.expand(spans, -1)
     member = (tree.ancestors.unsqueeze(2) >> nodes[1:] & 1).bool()  # [R, K+1, K]
-    place = torch.where(member, member.long().cumsum(2) - 1, number)  # the others go to a column that is cut off
-    path = drafts.new_zeros(spans, number + 1, number + 1).scatter(2, place, drafts.unsqueeze(1).expand_as(place))
+    # the others go to a column that is cut off
+    place = torch.where(member, member.long().cumsum(2) - 1, number)
+    path = drafts.new_zeros(spans, number + 1, number + 1).scatter(
+        2, place, drafts.unsqueeze(1).expand_as(place)
+    )
     return path[..., :number], tree.depths

@@ -1,7 +1,8 @@
-"""Lossless rejection sampling over a chain (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, algorithm 1).
+"""Lossless rejection sampling over a chain (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192,
+algorithm 1).
 
-Draft x, sampled from q, is accepted with probability min(1, p(x) / q(x)); the first rejected draft is replaced by a sample from
-max(p - q, 0), renormalised; if all are accepted, one more token is sampled from p.
+Draft x, sampled from q, is accepted with probability min(1, p(x) / q(x)); the first rejected draft is
+replaced by a sample from max(p - q, 0), renormalised; if all are accepted, one more token is sampled from p.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from mtpserve.spec.verify.streams import COIN, DRAW
 
 
 def reject(p: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
-    """p [R, K+1, vocabulary] → tokens [R, depth+1], accepted [R]. Undefined for requests whose drafts are not a chain sampled from q."""
+    """p [R, K+1, vocabulary] → tokens [R, depth+1], accepted [R]. Undefined for requests whose drafts are not
+    a chain sampled from q."""
     spans, device = p.shape[0], p.device
     req_tensors, ids = batch.req_tensors, batch.req_indices
     drafts = batch.drafts[:, :depth]
@@ -30,7 +32,8 @@ def reject(p: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     if number:
         rejected = (accepted < count).unsqueeze(1)
         rest = (last - q[batch_idx, accepted.clamp(max=number - 1)]).clamp_(min=0)
-        # If p = q up to rounding, nothing is left of p - q; then the rejection was due to rounding too, and p itself is sampled.
+        # If p = q up to rounding, nothing is left of p - q; then the rejection was due to rounding too, and p
+        # itself is sampled.
         last = torch.where(rejected & (rest.sum(-1, keepdim=True) > 0), rest, last)
     tokens = torch.cat([drafts, drafts.new_zeros(spans, 1 + depth - number)], 1)
     tokens[batch_idx, accepted] = batch.sampler.choose(last, ids, length + accepted, DRAW)

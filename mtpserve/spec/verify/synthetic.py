@@ -1,8 +1,10 @@
-"""Synthetic acceptance by a given curve: for measurements with weights or prompts whose acceptance is not that of real ones.
+"""Synthetic acceptance by a given curve: for measurements with weights or prompts whose acceptance is not
+that of real ones.
 
-Drafting and verification run as usual; then the number of accepted drafts is sampled for each request, and these drafts and the target's
-choice after them are committed. In a tree, the path of first children from the root is followed. The text is meaningless, but rules
-apply: a token that the request forbids is never accepted. Nothing is read on the host, so it can be part of a CUDA graph.
+Drafting and verification run as usual; then the number of accepted drafts is sampled for each request, and
+these drafts and the target's choice after them are committed. In a tree, the path of first children from the
+root is followed. The text is meaningless, but rules apply: a token that the request forbids is never
+accepted. Nothing is read on the host, so it can be part of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from mtpserve.spec.verify.thresholds import Thresholds
 
 
 class SyntheticAcceptance:
-    """spec.accept.Decide, wrapping another. `rates` [depth]: the probability of each draft if all before it were accepted."""
+    """spec.accept.Decide, wrapping another. `rates` [depth]: the probability of each draft if all before it
+    were accepted."""
 
     def __init__(self, judge: Decide, rates: Seq[float], device: torch.device) -> None:
         self.judge, self.rates = judge, torch.tensor(rates, dtype=torch.float64, device=device)
@@ -42,10 +45,16 @@ def by_lot(decision: Decision, logits: Tensor, batch: Batch, rates: Tensor) -> D
     allowed = logits[batch_idx.unsqueeze(1), path[:, :-1], drafts] > -torch.inf
     accepted = (exists & allowed & (lots < rates[:depth])).long().cumprod(1).sum(1)
     row = logits[batch_idx, path[batch_idx, accepted]]
-    next_tokens = row.argmax(-1) if sampler.all_greedy else sampler.choose(sampler.probs(row, ids), ids, length + accepted, DRAW)
+    next_tokens = (
+        row.argmax(-1)
+        if sampler.all_greedy
+        else sampler.choose(sampler.probs(row, ids), ids, length + accepted, DRAW)
+    )
     tokens = torch.cat([drafts, next_tokens.unsqueeze(1)], 1).index_put((batch_idx, accepted), next_tokens)
     if decision.path is not None:
-        path = path.gather(1, torch.minimum(torch.arange(depth + 1, device=ids.device), accepted.unsqueeze(1)))
+        path = path.gather(
+            1, torch.minimum(torch.arange(depth + 1, device=ids.device), accepted.unsqueeze(1))
+        )
     return replace(
         decision,
         tokens=tokens,
@@ -56,7 +65,8 @@ def by_lot(decision: Decision, logits: Tensor, batch: Batch, rates: Tensor) -> D
 
 
 def first_children(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
-    """→ the nodes from the root down [R, depth+1], and which of those after the root exist [R, depth]; the others are arbitrary."""
+    """→ the nodes from the root down [R, depth+1], and which of those after the root exist [R, depth]; the
+    others are arbitrary."""
     count = batch.num_draft_tokens.unsqueeze(1)
     number = torch.arange(depth, device=count.device)
     if batch.tree is None:

@@ -16,7 +16,8 @@ def text(characters: str) -> str:
 
 
 def spelled_by(token_of: Callable[[str], int | None]) -> Spell:
-    """`token_of`: the id of an added token by its text. A model writes its markers with added tokens, so a grammar must name those."""
+    """`token_of`: the id of an added token by its text. A model writes its markers with added tokens, so a
+    grammar must name those."""
 
     def spell(characters: str) -> str:
         token = token_of(characters)
@@ -30,7 +31,8 @@ def arguments_json(schema: Schema) -> str:
 
 
 def up_to(name: str, marker: str, spell: Spell, *rest: str, before: str = "") -> str:
-    """A rule `name`: any text in which `before` and `marker` do not occur, then these and the `rest`. `before` is characters, no token."""
+    """A rule `name`: any text in which `before` and `marker` do not occur, then these and the `rest`.
+    `before` is characters, no token."""
     spelled, after = spell(marker), " ".join(map(spell, rest))
     if spelled.startswith("<["):
         anything = ANYTHING[:-1] + "".join(f"\\x{{{ord(letter):x}}}" for letter in before) + "/"
@@ -39,7 +41,16 @@ def up_to(name: str, marker: str, spell: Spell, *rest: str, before: str = "") ->
     return f"{name}: {name}_text {after}\n{name}_text[suffix={text(before + marker)}]: {ANYTHING}\n"
 
 
-def calls_of(expressions: Sequence[str], several: bool, *, begin: str = "", between: str = '""', end: str = "", rules: str = "") -> str:
-    """The rule `calls`. `expressions`: one expression per tool, a call of it; `rules`: the rules that these refer to."""
+def calls_of(
+    expressions: Sequence[str],
+    several: bool,
+    *,
+    begin: str = "",
+    between: str = '""',
+    end: str = "",
+    rules: str = "",
+) -> str:
+    """The rule `calls`. `expressions`: one expression per tool, a call of it; `rules`: the rules that these
+    refer to."""
     more = f" ({between} call)*" if several else ""
     return f"calls: {begin} call{more} {end}\ncall: {' | '.join(f'({one})' for one in expressions)}\n{rules}"

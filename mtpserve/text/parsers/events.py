@@ -1,6 +1,8 @@
-"""The events into which a model's output is parsed. Each endpoint renders them in its own format; nothing here depends on HTTP.
+"""The events into which a model's output is parsed. Each endpoint renders them in its own format; nothing
+here depends on HTTP.
 
-Nothing is lost: the texts of Content, Reasoning and Layout and the `raw` of each CallEnd, in order, are the whole output.
+Nothing is lost: the texts of Content, Reasoning and Layout and the `raw` of each CallEnd, in order, are the
+whole output.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Text that belongs to the format and to no field of the answer: the tags around the reasoning, blanks around calls."""
+    """Text that belongs to the format and to no field of the answer: the tags around the reasoning, blanks
+    around calls."""
 
     text: str
 

@@ -1,4 +1,5 @@
-"""Parses one output while it is streamed: reasoning, content and tool calls. Each endpoint renders the events in its own format."""
+"""Parses one output while it is streamed: reasoning, content and tool calls. Each endpoint renders the events
+in its own format."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ SLICE = 256  # characters read at a time: the scanner copies its unread text wit
 
 
 class OutputParser:
-    """Never raises, whatever the text. How the text is cut into pieces changes only how the events are cut into pieces.
+    """Never raises, whatever the text. How the text is cut into pieces changes only how the events are cut
+    into pieces.
 
     `thinking` None: reasoning is not parsed. `calls` None: calls are not parsed.
     """
@@ -54,7 +56,8 @@ class OutputParser:
         yield from self._scan.until((), lambda _: self._scan.content())
 
     def _ends_in_calls(self) -> Reading[bool]:
-        """Whether all the remaining text is calls: models sometimes do not end their reasoning before them. Takes nothing."""
+        """Whether all the remaining text is calls: models sometimes do not end their reasoning before them.
+        Takes nothing."""
         trial, seen, called = OutputParser(calls=self._calls), 0, False
         while True:
             ended = self._scan.ended
@@ -68,8 +71,8 @@ class OutputParser:
             yield
 
     def _answer(self, calls: CallFormat | None, end: str) -> Reading[None]:
-        """Content and calls. Blanks around a call are layout; between two texts they are content. `end`: the tag that ends the content, ""
-        for none; elsewhere it is content."""
+        """Content and calls. Blanks around a call are layout; between two texts they are content. `end`: the
+        tag that ends the content, "" for none; elsewhere it is content."""
         scan, after_call = self._scan, False
         markers = calls.markers if calls is not None else ()
 
@@ -78,7 +81,9 @@ class OutputParser:
             after_call = False
             scan.content()
 
-        while marker := (yield from scan.until((*markers, *([end] if end else [])), lambda _: content(), hold=BLANKS)):
+        while marker := (
+            yield from scan.until((*markers, *([end] if end else [])), lambda _: content(), hold=BLANKS)
+        ):
             yield from scan.blanks()
             if calls is None or marker == end:
                 ends = yield from scan.ahead(len(end), *markers)

@@ -1,4 +1,5 @@
-"""Reasoning before the answer: where it begins and ends, and the rule that allows it before an answer constrained by a grammar."""
+"""Reasoning before the answer: where it begins and ends, and the rule that allows it before an answer
+constrained by a grammar."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from mtpserve.text.parsers.scanner import BLANKS, Reading, Scanner
 from mtpserve.text.parsers.tools import CallFormat, Spell
 
 MAX_TAIL = 64  # characters at a prompt's end that are searched for tags
-AFTER_RESULTS = ("<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")  # after these DeepSeek's turn is the answer, or opens reasoning
+# after these DeepSeek's turn is the answer, or opens reasoning
+AFTER_RESULTS = ("<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")
 
 
 class Opening(Enum):
@@ -22,10 +24,12 @@ class Opening(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Text between two tags. `always`: the output begins inside, with or without a start tag, unless the prompt has closed it.
+    """Text between two tags. `always`: the output begins inside, with or without a start tag, unless the
+    prompt has closed it.
 
-    `answer`: tags around the answer that follows, where models write them. `turn`: where reasoning may come again, what precedes its start
-    tag then. `calls`: the only format of calls, by its name, that goes with this one.
+    `answer`: tags around the answer that follows, where models write them. `turn`: where reasoning may come
+    again, what precedes its start tag then. `calls`: the only format of calls, by its name, that goes with
+    this one.
     """
 
     always: bool
@@ -41,7 +45,8 @@ class Thinking:
         return self.start, self.end, *(self.answer or ())
 
     def opening(self, prompt: str) -> Opening:
-        """From the end of the rendered prompt: templates open the reasoning, or switch it off by closing it at once."""
+        """From the end of the rendered prompt: templates open the reasoning, or switch it off by closing it
+        at once."""
         tail = prompt[-MAX_TAIL:].rstrip()
         if tail.endswith(self.end):
             return Opening.NONE
@@ -50,14 +55,20 @@ class Thinking:
         return Opening.INSIDE if self.always or tail.endswith(self.start) else Opening.MAYBE
 
     def goes_on(self, begun: str) -> Opening:
-        """From the given beginning of an answer that is continued: reasoning follows only if its last tag is a start tag."""
+        """From the given beginning of an answer that is continued: reasoning follows only if its last tag is
+        a start tag."""
         return Opening.INSIDE if begun.rfind(self.start) > begun.rfind(self.end) else Opening.NONE
 
     def read(
-        self, scan: Scanner, opening: Opening, separate: bool, calls: CallFormat | None, ends_in_calls: Callable[[], Reading[bool]]
+        self,
+        scan: Scanner,
+        opening: Opening,
+        separate: bool,
+        calls: CallFormat | None,
+        ends_in_calls: Callable[[], Reading[bool]],
     ) -> Reading[str]:
-        """Takes the reasoning and the blanks after it → the tag that ends the answer, "" for none. Not `separate`: all of it is content,
-        tags included.
+        """Takes the reasoning and the blanks after it → the tag that ends the answer, "" for none. Not
+        `separate`: all of it is content, tags included.
 
         At a marker of `calls` after which `ends_in_calls`, the reasoning ends without its end tag.
         """
@@ -83,16 +94,26 @@ class Thinking:
         return end if wrapped else ""
 
     def front(self, opening: Opening, spell: Spell) -> str:
-        """What may come before an answer that a grammar constrains: Lark with a rule `front`, "" for nothing."""
+        """What may come before an answer that a grammar constrains: Lark with a rule `front`, "" for
+        nothing."""
         if opening is Opening.NONE:
             return ""
         begin = spell(self.start)
-        whole = f"({begin})? thoughts {BLANK_LINES}" if opening is Opening.INSIDE else f"({begin} thoughts {BLANK_LINES})?"
+        whole = (
+            f"({begin})? thoughts {BLANK_LINES}"
+            if opening is Opening.INSIDE
+            else f"({begin} thoughts {BLANK_LINES})?"
+        )
         return f"front: {whole}\n{up_to('thoughts', self.end, spell)}"
 
     def lead(self, opening: Opening, spell: Spell) -> str:
-        """What comes between `front` and a constrained answer that is no call, as an expression in Lark; "" for nothing."""
-        return "" if self.answer is None or opening is Opening.NONE else f"({spell(self.answer[0])} {text(chr(10))})?"
+        """What comes between `front` and a constrained answer that is no call, as an expression in Lark; ""
+        for nothing."""
+        return (
+            ""
+            if self.answer is None or opening is Opening.NONE
+            else f"({spell(self.answer[0])} {text(chr(10))})?"
+        )
 
 
 BLANK_LINES = f"({text(chr(10))} | {text(chr(10) * 2)})?"
@@ -116,7 +137,9 @@ class ReasoningCount:
             rest = self._text.lstrip(BLANKS)
             starts = (self._thinking.start, (self._thinking.turn or "") + self._thinking.start)
             if not rest.startswith(starts):
-                self._opening = Opening.MAYBE if any(start.startswith(rest) for start in starts) else Opening.NONE
+                self._opening = (
+                    Opening.MAYBE if any(start.startswith(rest) for start in starts) else Opening.NONE
+                )
                 return 0
             self._opening = Opening.INSIDE
         ended, counts = self._thinking.end in self._text, self._opening is Opening.INSIDE
@@ -130,7 +153,8 @@ class ReasoningCount:
 
 # DeepSeek-R1, Qwen3-Thinking: models that always reason.
 ALWAYS = Thinking(always=True)
-# Qwen3, GLM-4.5, DeepSeek-V3.1, MiMo-7B: models whose template switches reasoning on and off, or that write the start tag.
+# Qwen3, GLM-4.5, DeepSeek-V3.1, MiMo-7B: models whose template switches reasoning on and off, or that write
+# the start tag.
 SOMETIMES = Thinking(always=False)
 # Ernie 4.5, whose thinking models write the answer between tags, too.
 ERNIE = Thinking(always=False, answer=("<response>", "</response>"))

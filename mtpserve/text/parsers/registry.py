@@ -5,7 +5,8 @@ from mtpserve.text.parsers.reasoning import Thinking
 from mtpserve.text.parsers.tools import CallFormat
 
 JSON, DEEPSEEK, TAGGED, PYTHON, HARMONY = (
-    f"mtpserve.text.parsers.formats.{module}" for module in ("json_calls", "deepseek", "tagged_calls", "python_calls", "harmony")
+    f"mtpserve.text.parsers.formats.{module}"
+    for module in ("json_calls", "deepseek", "tagged_calls", "python_calls", "harmony")
 )
 REASONING = "mtpserve.text.parsers.reasoning"
 

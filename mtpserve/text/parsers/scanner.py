@@ -1,9 +1,11 @@
-"""Reading streamed text. Parsers are generators that `yield` when they need more text, and are written as if all of it had arrived.
+"""Reading streamed text. Parsers are generators that `yield` when they need more text, and are written as if
+all of it had arrived.
 
     "…in events │ record: taken, not in an event yet │ text: arrived, not taken │ not arrived…"
 
-All text that is taken goes into the record, and every event empties the record, so that nothing is lost. Decisions depend on the text
-alone, never on how it was cut into pieces: a method that needs more characters in order to decide waits for exactly those.
+All text that is taken goes into the record, and every event empties the record, so that nothing is lost.
+Decisions depend on the text alone, never on how it was cut into pieces: a method that needs more characters
+in order to decide waits for exactly those.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Scanner:
         self.events: list[Event] = []
         self._calls = 0
 
-    # -- events ---------------------------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------
 
     def content(self) -> None:
         self._flush(Content)
@@ -63,7 +65,7 @@ class Scanner:
         self.events.append(CallEnd(self._calls, self._recorded()))
         self._calls += 1
 
-    # -- text -----------------------------------------------------------------------------------------------------------------
+    # -- text ------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> str:
         taken, self.text = self.text[:count], self.text[count:]
@@ -78,7 +80,8 @@ class Scanner:
         return self.text[:1]
 
     def follows(self, *literals: str) -> Reading[str]:
-        """Takes blanks and the first of `literals` that follows them → that literal; if none does, takes nothing → ""."""
+        """Takes blanks and the first of `literals` that follows them → that literal; if none does, takes
+        nothing → ""."""
         while True:
             rest = self.text.lstrip(BLANKS)
             if len(self.text) - len(rest) > MAX_BLANKS:
@@ -99,7 +102,11 @@ class Scanner:
             rest = self.text[place:].lstrip(BLANKS)
             if any(rest.startswith(literal) for literal in literals) or (self.ended and not rest):
                 return True
-            if self.ended or len(self.text) - place - len(rest) > MAX_BLANKS or not any(literal.startswith(rest) for literal in literals):
+            if (
+                self.ended
+                or len(self.text) - place - len(rest) > MAX_BLANKS
+                or not any(literal.startswith(rest) for literal in literals)
+            ):
                 return False
             yield
 
@@ -117,15 +124,27 @@ class Scanner:
             taken += self.take(1)
         return taken
 
-    def until(self, markers: Sequence[str], passed: Callable[[str], None], hold: str = "", max_blanks: int = MAX_BLANKS) -> Reading[str]:
-        """Takes text up to the first marker and passes it to `passed` piece by piece → that marker, or "" at the end of all text.
+    def until(
+        self,
+        markers: Sequence[str],
+        passed: Callable[[str], None],
+        hold: str = "",
+        max_blanks: int = MAX_BLANKS,
+    ) -> Reading[str]:
+        """Takes text up to the first marker and passes it to `passed` piece by piece → that marker, or "" at
+        the end of all text.
 
-        The marker is not taken, and neither are up to `max_blanks` characters of `hold` right before it or before the end. No marker may
-        contain another, so that the one that begins first is also complete first.
+        The marker is not taken, and neither are up to `max_blanks` characters of `hold` right before it or
+        before the end. No marker may contain another, so that the one that begins first is also complete
+        first.
         """
         while True:
             places = [(place, marker) for marker in markers if (place := self.text.find(marker)) >= 0]
-            keep = 0 if self.ended or places else max((overlap(self.text, marker) for marker in markers), default=0)
+            keep = (
+                0
+                if self.ended or places
+                else max((overlap(self.text, marker) for marker in markers), default=0)
+            )
             end, marker = min(places) if places else (len(self.text) - keep, "")
             if hold:
                 end = max(len(self.text[:end].rstrip(hold)), end - max_blanks)
@@ -135,7 +154,7 @@ class Scanner:
                 return marker
             yield
 
-    # -- JSON -----------------------------------------------------------------------------------------------------------------
+    # -- JSON ------------------------------------------------------------------------------------------------
 
     def json_string(self) -> Reading[str | None]:
         """Takes a string whose opening quote comes next → its value; None if it has no end or is not JSON."""
@@ -157,8 +176,9 @@ class Scanner:
     def json_value(self, passed: Callable[[str], None], stop: str = "") -> Reading[bool]:
         """Takes one value and passes it on piece by piece → whether it was closed.
 
-        Only brackets are counted, outside of strings; other errors in the JSON are passed on to the client. `stop` outside a string ends
-        the value too, and so does a character that cannot continue it (a bracket of the enclosing value, a comma, a colon).
+        Only brackets are counted, outside of strings; other errors in the JSON are passed on to the client.
+        `stop` outside a string ends the value too, and so does a character that cannot continue it (a bracket
+        of the enclosing value, a comma, a colon).
         """
         depth, inside, escaped, begun, piece = 0, False, False, False, ""
 

@@ -27,7 +27,8 @@ class CallFormat(Protocol):
     """How a family of models writes calls. Its only state is the tools of one request."""
 
     markers: tuple[str, ...]  # texts with which calls begin; see Scanner.until
-    tokens: tuple[str, ...] = ()  # tokens of their own in the vocabularies of models that write so, where the markers are not
+    # tokens of their own in the vocabularies of models that write so, where the markers are not
+    tokens: tuple[str, ...] = ()
     example: str  # a call of tool_call_name with tool_call_arguments, for the instructions to a model
     layouts: tuple[str, ...] = ()  # the same as other templates of such models write it
 
@@ -35,16 +36,19 @@ class CallFormat(Protocol):
         """Most formats are read without knowing the tools."""
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
-        """`marker` comes next. Begins and ends calls in `scan`; text that it leaves in the record was not a call."""
+        """`marker` comes next. Begins and ends calls in `scan`; text that it leaves in the record was not a
+        call."""
         ...
 
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
-        """One call, or `several`, of the given `tools`: a Lark rule `calls` and the rules that it refers to. Raises ValueError."""
+        """One call, or `several`, of the given `tools`: a Lark rule `calls` and the rules that it refers to.
+        Raises ValueError."""
         ...
 
 
 def instructions(definitions: Sequence[Mapping[str, Any]], example: str) -> str:
-    """For a system message, where a chat template does not render tools: in the layout of DeepSeek-V3.1's model card."""
+    """For a system message, where a chat template does not render tools: in the layout of DeepSeek-V3.1's
+    model card."""
     functions = [definition["function"] for definition in definitions]
     descriptions = [
         f"### {function['name']}\nDescription: {function.get('description') or ''}\n\n"
@@ -65,7 +69,8 @@ def instructions(definitions: Sequence[Mapping[str, Any]], example: str) -> str:
 
 
 def example_of(example: str, name: str, arguments: Mapping[str, Any]) -> str:
-    """A call in the layout of a format's `example`; a JSON object if the example has no single place for the arguments."""
+    """A call in the layout of a format's `example`; a JSON object if the example has no single place for the
+    arguments."""
     if ALL not in example:
         example = EXAMPLE
     head, tail = example.replace(MORE, "").split(ALL)

@@ -8,7 +8,8 @@ from importlib import import_module
 from mtpserve.cli.options import suggest
 from mtpserve.core.errors import ConfigError
 
-# name → "module:function", which takes the arguments after the name and returns the exit code; the module has a `parser()`, too.
+# name → "module:function", which takes the arguments after the name and returns the exit code; the module has
+# a `parser()`, too.
 BENCHMARKS = {
     "serve": "mtpserve.tools.bench.serve.bench_serve:run",
     "eval": "mtpserve.tools.bench.eval.bench_eval:run",
@@ -16,16 +17,28 @@ BENCHMARKS = {
     "cache": "mtpserve.tools.simulate.bench_cache:run",
 }
 HELP = {
-    "serve": "load a running server, ours or another with OpenAI's API: throughput, latencies, acceptance, cost",
-    "eval": "score a model on questions from files, and compare its answers with plain decoding's or another server's",
-    "spec": "compare depths and branches in one running engine: acceptance, step times, speed-up, the best options per batch size",
-    "cache": "simulate a trace: what hit rate and time to the first token it gets with a KV pool of some size",
+    "serve": "load a running server, ours or another with OpenAI's API: throughput, latencies, acceptance, "
+    "cost",
+    "eval": "score a model on questions from files, and compare its answers with plain decoding's or "
+    "another server's",
+    "spec": "compare depths and branches in one running engine: acceptance, step times, speed-up, the best "
+    "options per batch size",
+    "cache": "simulate a trace: what hit rate and time to the first token it gets with a KV pool of some "
+    "size",
 }
 
 
 def usage() -> str:
     lines = [f"  {name:10} {HELP[name]}" for name in BENCHMARKS]
-    return "\n".join(["usage: mtpserve bench WHAT [options]", "", *lines, "", "mtpserve bench WHAT --help lists the options."])
+    return "\n".join(
+        [
+            "usage: mtpserve bench WHAT [options]",
+            "",
+            *lines,
+            "",
+            "mtpserve bench WHAT --help lists the options.",
+        ]
+    )
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,7 +47,9 @@ def run(arguments: Sequence[str]) -> int:
         print(usage())
         return 0 if arguments else 2
     if what not in BENCHMARKS:
-        raise ConfigError(f"unknown benchmark {what!r}{suggest(what, BENCHMARKS)} (see mtpserve bench --help)")
+        raise ConfigError(
+            f"unknown benchmark {what!r}{suggest(what, BENCHMARKS)} (see mtpserve bench --help)"
+        )
     module, function = BENCHMARKS[what].split(":")
     code: int = getattr(import_module(module), function)(arguments[1:])
     return code

@@ -1,7 +1,8 @@
-"""What servers export about drafts: their counters at /metrics, and what some say of a single request. Clients read it here.
+"""What servers export about drafts: their counters at /metrics, and what some say of a single request.
+Clients read it here.
 
-A run's figures are the differences of the counters after and before it. Where a server offers several sets of names, the first of `SETS`
-that it has is read; series with other labels (engines, ranks) are added.
+A run's figures are the differences of the counters after and before it. Where a server offers several sets of
+names, the first of `SETS` that it has is read; series with other labels (engines, ranks) are added.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class CounterNames:
     prompt: str
     cached: str
     generated: str
-    requests: str | None = None  # where accepted tokens are not counted, they follow from these three: generated, verifications, requests
+    # where accepted tokens are not counted, they follow from these three: generated, verifications, requests
+    requests: str | None = None
 
 
 def _vllms(prefix: str, prompt: str, cached: str, generated: str, server: str) -> CounterNames:
@@ -38,7 +40,8 @@ def _vllms(prefix: str, prompt: str, cached: str, generated: str, server: str) -
         return f"{prefix}spec_decode_num_{what}_total"
 
     accepted = "accepted_tokens"
-    return CounterNames(server, name("drafts"), name("draft_tokens"), name(accepted), name(f"{accepted}_per_pos"), None, 0, prompt, cached,
+    return CounterNames(server, name("drafts"), name("draft_tokens"), name(accepted),
+        name(f"{accepted}_per_pos"), None, 0, prompt, cached,
                         generated)  # fmt: skip
 
 
@@ -55,7 +58,13 @@ SETS = (
         "mtpserve_cached_prompt_tokens_total",
         "mtpserve_generation_tokens_total",
     ),
-    _vllms("vllm:", "vllm:prompt_tokens_total", "vllm:prefix_cache_hits_total", "vllm:generation_tokens_total", "vLLM"),
+    _vllms(
+        "vllm:",
+        "vllm:prompt_tokens_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:generation_tokens_total",
+        "vLLM",
+    ),
     CounterNames(
         "SGLang",
         "sglang:spec_verify_calls_total",
@@ -90,7 +99,11 @@ class ServerCounters:
     @property
     def length(self) -> float | None:
         """Tokens that a verification commits: 1 + accepted / verifications."""
-        return None if self.accepted is None or not self.verifications else 1 + self.accepted / self.verifications
+        return (
+            None
+            if self.accepted is None or not self.verifications
+            else 1 + self.accepted / self.verifications
+        )
 
     @property
     def rate(self) -> float | None:
@@ -98,9 +111,12 @@ class ServerCounters:
 
     @property
     def rates_at(self) -> tuple[float, ...]:
-        """Of each position: accepted / proposed there, or / verifications where the former is not exported (as vLLM's client does)."""
+        """Of each position: accepted / proposed there, or / verifications where the former is not exported
+        (as vLLM's client does)."""
         if self.proposed_at is None:
-            return tuple(count / self.verifications for count in self.accepted_at) if self.verifications else ()
+            return (
+                tuple(count / self.verifications for count in self.accepted_at) if self.verifications else ()
+            )
         pairs = zip(self.accepted_at, self.proposed_at, strict=True)
         return tuple(accepted / proposed for accepted, proposed in pairs if proposed)
 
@@ -113,10 +129,13 @@ class ServerCounters:
                 return tuple(a - b for a, b in zip(now, then, strict=False))
             return now if now is None or isinstance(now, str) else now - (then or 0.0)
 
-        return ServerCounters(*(less(getattr(self, field.name), getattr(before, field.name)) for field in fields(self)))
+        return ServerCounters(
+            *(less(getattr(self, field.name), getattr(before, field.name)) for field in fields(self))
+        )
 
     def as_json(self) -> dict[str, Any]:
-        """Under the names of vLLM's client, and SGLang's `accept_length`; rates there are in percent, those by position are not."""
+        """Under the names of vLLM's client, and SGLang's `accept_length`; rates there are in percent, those
+        by position are not."""
         results: dict[str, Any] = {
             "counters_of": self.server,
             "counted_prompt_tokens": self.prompt,
@@ -158,12 +177,25 @@ def read_counters(text: str) -> ServerCounters | None:
                 at[place] = at.get(place, 0.0) + value
         return tuple(at.get(place, 0.0) for place in range(1 + max(at, default=-1)))
 
-    generated, verifications, accepted = total(names.generated) or 0.0, total(names.verifications) or 0.0, total(names.accepted)
+    generated, verifications, accepted = (
+        total(names.generated) or 0.0,
+        total(names.verifications) or 0.0,
+        total(names.accepted),
+    )
     if names.requests is not None and verifications:
         # Each request's first token is its prompt's; every verification adds one token of the model's own.
         accepted = generated - (total(names.requests) or 0.0) - verifications
-    return ServerCounters(names.server, verifications, total(names.proposed), accepted, places(names.accepted_at) or (),
-                          places(names.proposed_at), total(names.prompt) or 0.0, total(names.cached), generated)  # fmt: skip
+    return ServerCounters(
+        names.server,
+        verifications,
+        total(names.proposed),
+        accepted,
+        places(names.accepted_at) or (),
+        places(names.proposed_at),
+        total(names.prompt) or 0.0,
+        total(names.cached),
+        generated,
+    )
 
 
 class RequestFigures(msgspec.Struct, frozen=True):
@@ -188,7 +220,8 @@ class RequestUsage(msgspec.Struct, frozen=True):
 
 
 class VLLMRequestFigures(msgspec.Struct, frozen=True):
-    """One request's, as vLLM has them in `metrics` with --per-request-spec-decode-metrics. `steps`: without the prompt's."""
+    """One request's, as vLLM has them in `metrics` with --per-request-spec-decode-metrics. `steps`: without
+    the prompt's."""
 
     steps: int = msgspec.field(default=0, name="num_spec_steps")
     proposed: int = msgspec.field(default=0, name="num_draft_tokens")

@@ -27,26 +27,42 @@ from mtpserve.weights.plan import plan as placements
 class InspectReport:
     arch: ModelArch
     mtp_prefix: str | None
-    weights: list[tuple[str, int, int, str, int]]  # group, tensors, parameters, dtype or format, bytes in the checkpoint
+    # group, tensors, parameters, dtype or format, bytes in the checkpoint
+    weights: list[tuple[str, int, int, str, int]]
     memory: list[tuple[str, int]]
     notes: list[str]
     draft: str | None = None  # where a draft model is that was published apart, and is no MTP layer
 
     @property
     def tensors(self) -> list[tuple[str, str]]:
-        """Where the draft model's tensors are, as a row of the table of the architecture; no row where there is none."""
+        """Where the draft model's tensors are, as a row of the table of the architecture; no row where there
+        is none."""
         if self.draft is not None:
             return [("draft.tensors", f"{self.draft}: *")]
-        return [("mtp.tensors", f"{self.mtp_prefix}*" if self.mtp_prefix else "-")] if self.arch.mtp is not None else []
+        return (
+            [("mtp.tensors", f"{self.mtp_prefix}*" if self.mtp_prefix else "-")]
+            if self.arch.mtp is not None
+            else []
+        )
 
     def as_json(self) -> dict[str, Any]:
-        weights = [dict(zip(("group", "tensors", "parameters", "dtype", "bytes"), row, strict=True)) for row in self.weights]
+        weights = [
+            dict(zip(("group", "tensors", "parameters", "dtype", "bytes"), row, strict=True))
+            for row in self.weights
+        ]
         memory = [dict(zip(("what", "bytes"), row, strict=True)) for row in self.memory]
-        return {"arch": asdict(self.arch), "mtp_prefix": self.mtp_prefix, "weights": weights, "memory": memory, "notes": self.notes}
+        return {
+            "arch": asdict(self.arch),
+            "mtp_prefix": self.mtp_prefix,
+            "weights": weights,
+            "memory": memory,
+            "notes": self.notes,
+        }
 
 
 def inspect_model(config: EngineConfig) -> InspectReport:
-    """With the drafter that an engine would have; also of a model that does not fit into this machine. Raises LoadError and ConfigError."""
+    """With the drafter that an engine would have; also of a model that does not fit into this machine. Raises
+    LoadError and ConfigError."""
     if (kind := algorithm_of(config.model.directory)) in HEADS:
         drafts = "name the model that it drafts for with --model, and this directory before it"
         raise ConfigError(f"{config.model.directory} is {HEADS[kind]}, no model: {drafts}")
@@ -55,9 +71,17 @@ def inspect_model(config: EngineConfig) -> InspectReport:
         planned = planned_for(config, must_fit=False)
     except NoRoom as error:
         tokens = config.model.context_length or describe(config, want_mtp=False).arch.max_positions
-        notes.append(f"does not fit here: {error}. The memory plan is one for a single request of {tokens:,} tokens")
+        notes.append(
+            f"does not fit here: {error}. The memory plan is one for a single request of {tokens:,} tokens"
+        )
         planned = planned_for(for_one(config, tokens), must_fit=False)
-    described, dtype, device, memory, spec = planned.described, planned.dtype, planned.device, planned.memory, planned.config.spec
+    described, dtype, device, memory, spec = (
+        planned.described,
+        planned.dtype,
+        planned.device,
+        planned.memory,
+        planned.config.spec,
+    )
     notes.append(f"drafter: {planned.drafting}")
     pages = f"{memory.counted} pages of {planned.config.cache.page_size} tokens"
     notes.append(f"planned for {str(dtype).removeprefix('torch.')} on {device}: {pages}, "
@@ -66,12 +90,17 @@ def inspect_model(config: EngineConfig) -> InspectReport:
         notes.append(f"the memory plan is that of each of {ranks} ranks")
     apart = None if described.head is None else str(described.head.checkpoint.directory)
     if described.head is not None:
-        flags = f"--speculative-algorithm {spec.speculative_algorithm} --speculative-draft-model-path {spec.checkpoint}"
+        flags = (
+            f"--speculative-algorithm {spec.speculative_algorithm} --speculative-draft-model-path "
+            f"{spec.checkpoint}"
+        )
         notes.append(f"{described.head.arch.kind} fits this model: {flags}")
     if described.dummy:
         notes.append("dummy weights: the tensors are those of the model in memory, there is no checkpoint")
     groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for group, kind, *amounts in in_memory(described, dtype) if described.dummy else in_files(described, dtype):
+    for group, kind, *amounts in (
+        in_memory(described, dtype) if described.dummy else in_files(described, dtype)
+    ):
         row = groups[group, kind]
         for i, amount in enumerate(amounts):
             row[i] += amount
@@ -82,14 +111,20 @@ def inspect_model(config: EngineConfig) -> InspectReport:
 def for_one(config: EngineConfig, tokens: int) -> EngineConfig:
     """Room for one request of so many tokens, whatever the machine has."""
     alone = replace(config.scheduler, max_running_requests=1)
-    return replace(config, scheduler=alone, cache=replace(config.cache, max_total_tokens=tokens, mem_fraction_static=None))
+    return replace(
+        config,
+        scheduler=alone,
+        cache=replace(config.cache, max_total_tokens=tokens, mem_fraction_static=None),
+    )
 
 
 # Where a tensor belongs, by the first pattern that its name has.
 GROUPS = {
     re.compile(r"hc_"): "hyper-connections",
     re.compile(r"\.experts\."): "experts",
-    re.compile(r"\.mlp\.|\.ffn\.|\.mixer\.(?:gate|shared_experts|up_proj|down_proj|fc\d_latent_proj)\."): "feed-forward",
+    re.compile(
+        r"\.mlp\.|\.ffn\.|\.mixer\.(?:gate|shared_experts|up_proj|down_proj|fc\d_latent_proj)\."
+    ): "feed-forward",
     re.compile(r"\.(?:self_attn|attn|attention|linear_attn|mixer)\."): "attention",
     re.compile(r"embed"): "embedding",
 }
@@ -97,7 +132,8 @@ Counted = tuple[str, str, int, int, int]  # group, dtype or format, tensors, par
 
 
 def in_files(described: Described, dtype: torch.dtype) -> Iterator[Counted]:
-    """A quantised matrix counts as such, with all of its tensors. Raises LoadError where quantised ones do not fit into the model."""
+    """A quantised matrix counts as such, with all of its tensors. Raises LoadError where quantised ones do
+    not fit into the model."""
     checkpoints = described.checkpoints
     quantised = {}
     if any(len(group.tensors) > 1 for checkpoint in checkpoints for group in groups_of(checkpoint.tensors)):
@@ -106,10 +142,22 @@ def in_files(described: Described, dtype: torch.dtype) -> Iterator[Counted]:
         for one in placements(model, sources(described)):
             if one.format is not None:
                 quantised[one.checkpoint.directory, one.name] = one, one.region.of(places[one.target]).numel()
-    parts = {(one.checkpoint.directory, name) for one, _ in quantised.values() for name in one.group.tensors.values()}
+    parts = {
+        (one.checkpoint.directory, name)
+        for one, _ in quantised.values()
+        for name in one.group.tensors.values()
+    }
     for checkpoint in checkpoints:
-        prefix = described.nextn_prefix if checkpoint is described.nextn else (described.layout.prefixes if described.layout else None)
-        apart = None if described.head is None or checkpoint is not described.head.checkpoint else described.head.arch.kind
+        prefix = (
+            described.nextn_prefix
+            if checkpoint is described.nextn
+            else (described.layout.prefixes if described.layout else None)
+        )
+        apart = (
+            None
+            if described.head is None or checkpoint is not described.head.checkpoint
+            else described.head.arch.kind
+        )
         for name, entry in checkpoint.tensors.items():
             group = apart or group_of(name, prefix)
             if (placement := quantised.get((checkpoint.directory, name))) is not None:

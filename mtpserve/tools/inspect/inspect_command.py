@@ -1,7 +1,9 @@
-"""`mtpserve inspect MODEL`: prints a checkpoint's architecture, weights and memory plan. Reads headers only, not the weights.
-`mtpserve inspect DRAFT --model MODEL`: the same with a head or draft model that was published apart, if the two fit together.
+"""`mtpserve inspect MODEL`: prints a checkpoint's architecture, weights and memory plan. Reads headers only,
+not the weights. `mtpserve inspect DRAFT --model MODEL`: the same with a head or draft model that was
+published apart, if the two fit together.
 
-With `--token-map OUT.json` and text files it counts their tokens instead, and writes the most frequent, for the smaller head.
+With `--token-map OUT.json` and text files it counts their tokens instead, and writes the most frequent, for
+the smaller head.
 """
 
 from __future__ import annotations
@@ -36,11 +38,26 @@ def parser() -> Parser:
         usage="%(prog)s [MODEL] [options]\n       %(prog)s DRAFT --model MODEL [options]",
         description="Print a checkpoint's architecture, weights and memory plan.",
     )
-    help = "the same as --model; together with --model, a head or draft model: whether it fits that model, and the plan with both"
+    help = (
+        "the same as --model; together with --model, a head or draft model: whether it fits that model, "
+        "and the plan with both"
+    )
     arg_parser.add_argument("checkpoint", nargs="?", metavar="MODEL", help=help)
-    arg_parser.add_argument("texts", nargs="*", metavar="TEXTFILE", help="with --token-map: text like that which will be served")
-    arg_parser.add_argument("--token-map", metavar="OUT.json", help="write the most frequent tokens of the text files to this file")
-    arg_parser.add_argument("--token-map-size", metavar="N", type=int, default=TOKEN_MAP_SIZE, help=f"how many (default: {TOKEN_MAP_SIZE})")
+    arg_parser.add_argument(
+        "texts", nargs="*", metavar="TEXTFILE", help="with --token-map: text like that which will be served"
+    )
+    arg_parser.add_argument(
+        "--token-map",
+        metavar="OUT.json",
+        help="write the most frequent tokens of the text files to this file",
+    )
+    arg_parser.add_argument(
+        "--token-map-size",
+        metavar="N",
+        type=int,
+        default=TOKEN_MAP_SIZE,
+        help=f"how many (default: {TOKEN_MAP_SIZE})",
+    )
     arg_parser.add_argument("--memory", action="store_true", help="print only the memory plan")
     arg_parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_options(arg_parser, ENGINE_SECTIONS)
@@ -91,16 +108,27 @@ def write_token_map(engine: EngineConfig, out: str, size: int, texts: list[str],
     hot_token_map = token_map(engine, size, texts)
     hot_token_map.write(out)
     if as_object:
-        print(json.dumps({"file": out, "tokens": len(hot_token_map.tokens), "counted": hot_token_map.counted,
-                          "distinct": hot_token_map.distinct,
-                          "coverage": [{"tokens": n, "share": share} for n, share in hot_token_map.coverage]}, indent=2))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "file": out,
+                    "tokens": len(hot_token_map.tokens),
+                    "counted": hot_token_map.counted,
+                    "distinct": hot_token_map.distinct,
+                    "coverage": [{"tokens": n, "share": share} for n, share in hot_token_map.coverage],
+                },
+                indent=2,
+            )
+        )
         return
     console = terminal()
     table = plain(console, "coverage", "tokens in the map ", "share of the texts ", "")
     for n, share in hot_token_map.coverage:
         table.add_row(f"{n:,}", f"{share:.2%}", f"written to {out}" if n == size else "")
     console.print(table)
-    console.print(f"note: {hot_token_map.counted:,} tokens counted, {hot_token_map.distinct:,} of them different")
+    console.print(
+        f"note: {hot_token_map.counted:,} tokens counted, {hot_token_map.distinct:,} of them different"
+    )
 
 
 def show(report: InspectReport, memory_alone: bool) -> None:
@@ -127,7 +155,12 @@ def plain(console: Console, title: str, *columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD if console.is_terminal else None)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD if console.is_terminal else None,
+    )
     for column in columns:
         table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left")
     return table
@@ -141,7 +174,8 @@ def architecture(console: Console, report: InspectReport) -> Table:
 
 
 def flat(arch: ModelArch) -> list[tuple[str, str]]:
-    """The fields in order; those of a part as `part.field`, an absent part as `-`; of layers each kind and how many there are."""
+    """The fields in order; those of a part as `part.field`, an absent part as `-`; of layers each kind and
+    how many there are."""
     rows: list[tuple[str, str]] = []
 
     def walk(prefix: str, value: object) -> None:
@@ -161,7 +195,9 @@ def weights(console: Console, report: InspectReport) -> Table:
     table = plain(console, "weights", "group", "tensors ", "parameters ", "dtype", "size ")
     for group, tensors, parameters, dtype, size in report.weights:
         table.add_row(group, f"{tensors:,}", f"{parameters:,}", dtype, human(size))
-    tensors, parameters, size = (sum(column) for column in zip(*((row[1], row[2], row[4]) for row in report.weights), strict=True))
+    tensors, parameters, size = (
+        sum(column) for column in zip(*((row[1], row[2], row[4]) for row in report.weights), strict=True)
+    )
     table.add_section()
     table.add_row("all", f"{tensors:,}", f"{parameters:,}", "", human(size))
     return table

@@ -1,16 +1,19 @@
-"""The proof that speculation changes nothing, for any model: the same requests with it and without it, side by side.
+"""The proof that speculation changes nothing, for any model: the same requests with it and without it, side
+by side.
 
     greedy          the two texts of every prompt are compared token by token
     sampled         for each sampling feature, the joint counts of the first tokens after a prompt, with speculation and without, are
                     compared by a chi-square test
     same seed       where drafts are point masses (trees, n-grams), even a sampled text must be the very same (spec/verify/accept)
 
-All features and greedy requests run mixed in the same batches, as they would on a server. Computes no statistics of speed.
+All features and greedy requests run mixed in the same batches, as they would on a server. Computes no
+statistics of speed.
 
 Where texts differ, rounding is the only excuse, and it is checked (rounding.py), not assumed:
 
     1. Plain decoding scores every speculative greedy text in one pass. At each place, also after a first difference, the text's token
-       must be its likeliest, or less likely by no more than twice the rounding error that the number format was measured to make.
+       must be its likeliest, or less likely by no more than twice the rounding error that the number format
+       was measured to make.
     2. Such places, small gaps and large, and seeds that give another text must not be more frequent than twice what the number format
        itself does to plain decoding.
     3. In exact mode, where a row's numbers do not depend on what is computed with it (--speculative-exact), the requests whose texts
@@ -18,7 +21,8 @@ Where texts differ, rounding is the only excuse, and it is checked (rounding.py)
 
 Nothing is excused where the numbers are exact to begin with: in exact mode, and with the kernels of a CPU.
 
-A defect in speculation's logic fails the third test whatever its size; one that is in the numbers of the ordinary mode alone, the others.
+A defect in speculation's logic fails the third test whatever its size; one that is in the numbers of the
+ordinary mode alone, the others.
 """
 
 from __future__ import annotations
@@ -37,7 +41,16 @@ from mtpserve.core.sampling import MAX_LOGPROBS, GrammarSpec, SamplingParams
 from mtpserve.engine.startup.compute import is_exact
 from mtpserve.engine.startup.planning import plan
 from mtpserve.llm import LLM, Completion, engine_config
-from mtpserve.tools.prove.rounding import CHANCE, Asked, Rounding, Share, completed, prefers_another, rounding_of, scores
+from mtpserve.tools.prove.rounding import (
+    CHANCE,
+    Asked,
+    Rounding,
+    Share,
+    completed,
+    prefers_another,
+    rounding_of,
+    scores,
+)
 
 PROMPTS = (
     "import os\n\ndef read_lines(path):",
@@ -56,7 +69,10 @@ AGAIN = 64  # requests with differing texts that are computed again in exact mod
 
 # The stages
 DRAFTING, PLAIN = "with drafts", "plain decoding"
-SCORED, OTHER_FORMAT = "rounding: all texts once more, each in one pass", "rounding: the same in another number format"
+SCORED, OTHER_FORMAT = (
+    "rounding: all texts once more, each in one pass",
+    "rounding: the same in another number format",
+)
 EXACT = "exact mode, plain decoding", "exact mode, with drafts"
 
 Results = dict[str, list[Completion]]  # greedy, one for each prompt; and of each feature, one for each seed
@@ -64,7 +80,8 @@ Results = dict[str, list[Completion]]  # greedy, one for each prompt; and of eac
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A place where a greedy text is not plain decoding's, and plain decoding's log-probabilities of the two tokens there."""
+    """A place where a greedy text is not plain decoding's, and plain decoding's log-probabilities of the two
+    tokens there."""
 
     prompt: int
     place: int
@@ -75,7 +92,11 @@ class Divergence:
 
     @property
     def gap(self) -> float:
-        return float("inf") if self.speculative_logprob is None else self.plain_logprob - self.speculative_logprob
+        return (
+            float("inf")
+            if self.speculative_logprob is None
+            else self.plain_logprob - self.speculative_logprob
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +117,8 @@ class Excuse:
     """What rounding must explain, and whether it does."""
 
     rounding: Rounding
-    tokens: Share  # of the speculative greedy texts: to which plain decoding, over the same text, prefers another
+    # of the speculative greedy texts: to which plain decoding, over the same text, prefers another
+    tokens: Share
     texts: Share  # sampled: with the same seed other than plain decoding's
     exact: Share  # of the requests with differing texts: those that differ in exact mode too
 
@@ -104,15 +126,20 @@ class Excuse:
     def holds(self) -> bool:
         """Of the shares; the gaps are looked at one by one."""
         rounding = self.rounding
-        often = rounding.explains(self.tokens, rounding.tokens) and rounding.explains(self.texts, rounding.texts)
+        often = rounding.explains(self.tokens, rounding.tokens) and rounding.explains(
+            self.texts, rounding.texts
+        )
         return often and self.exact.count == 0
 
 
 @dataclass(slots=True)
 class Proof:
     prompts: int
-    tie: float  # a greedy divergence between tokens whose log-probabilities differ by no more than this is a tie within rounding
-    divergences: list[Divergence] = field(default_factory=list)  # of each prompt the first, and with `excuse` those after it
+    # a greedy divergence between tokens whose log-probabilities differ by no more than this is a tie within
+    # rounding
+    tie: float
+    # of each prompt the first, and with `excuse` those after it
+    divergences: list[Divergence] = field(default_factory=list)
     laws: list[LawTest] = field(default_factory=list)
     excuse: Excuse | None = None  # None: no text differs, or a tie was given, or the mode is exact
     drafted: list[int] = field(default_factory=list)  # by depth
@@ -127,7 +154,11 @@ class Proof:
         greedy = max(gaps, default=0.0) <= self.tie
         if self.excuse is not None:
             greedy = greedy and self.excuse.rounding.explains_gaps(gaps, self.excuse.tokens.of)
-        seeded = all(law.same_text in (None, 1.0) for law in self.laws) if self.excuse is None else self.excuse.holds
+        seeded = (
+            all(law.same_text in (None, 1.0) for law in self.laws)
+            if self.excuse is None
+            else self.excuse.holds
+        )
         return greedy and seeded and all(law.holds for law in self.laws) and not self.lossy
 
 
@@ -146,7 +177,8 @@ class ProofStage:
 
 @dataclass(slots=True)
 class ProofStages:
-    """`sizes`: requests of each stage, in order. Those that explain differences are added once there are any."""
+    """`sizes`: requests of each stage, in order. Those that explain differences are added once there are
+    any."""
 
     tell: Callable[[ProofStage], None]
     sizes: dict[str, int]
@@ -164,7 +196,8 @@ class ProofStages:
 
 
 def features(llm: LLM, prompt: list[int]) -> dict[str, dict[str, Any]]:
-    """Sampling parameters of each test. Tokens that are forbidden or preferred are such as the model likes to write here."""
+    """Sampling parameters of each test. Tokens that are forbidden or preferred are such as the model likes to
+    write here."""
     likely = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0, logprobs=20))[0].logprobs
     assert likely is not None
     ids = [token for token, _ in likely[0].top]
@@ -181,7 +214,11 @@ def features(llm: LLM, prompt: list[int]) -> dict[str, dict[str, Any]]:
         "allowed_token_ids": {"allowed_token_ids": tuple(ids)},
         "min_tokens": {"min_tokens": 2, "top_k": 20},
         "grammar": {"grammar": GrammarSpec("regex", "[a-f]+( [a-f]+)*"), "top_k": 30},
-        "top_p, penalty, bias": {"top_p": 0.9, "frequency_penalty": 0.8, "logit_bias": {ids[1 % len(ids)]: -2.0}},
+        "top_p, penalty, bias": {
+            "top_p": 0.9,
+            "frequency_penalty": 0.8,
+            "logit_bias": {ids[1 % len(ids)]: -2.0},
+        },
     }
 
 
@@ -194,21 +231,33 @@ def prove(
     tie: float | None = None,
     progress: Callable[[ProofStage], None] = lambda stage: None,
 ) -> Proof:
-    """`options` are those of `LLM`, with speculation; the plain run leaves it out. `tie` None: what is a tie follows from the number
-    format; else greedy divergences up to it are, and no other difference is excused. Raises ConfigError where there is nothing to prove.
+    """`options` are those of `LLM`, with speculation; the plain run leaves it out. `tie` None: what is a tie
+    follows from the number format; else greedy divergences up to it are, and no other difference is excused.
+    Raises ConfigError where there is nothing to prove.
     """
     if options.get("speculative_synthetic_acceptance") is not None:
-        raise ConfigError("--speculative-synthetic-acceptance accepts by lot: there is nothing to prove about it")
-    without = {name: value for name, value in options.items() if not name.startswith("speculative_") or name == "speculative_exact"}
+        raise ConfigError(
+            "--speculative-synthetic-acceptance accepts by lot: there is nothing to prove about it"
+        )
+    without = {
+        name: value
+        for name, value in options.items()
+        if not name.startswith("speculative_") or name == "speculative_exact"
+    }
     without["speculative_algorithm"] = NONE
     require_drafts(engine_config(options).spec)
     stages = ProofStages(progress, {DRAFTING: 0, PLAIN: 0})
     stages.load()
-    # At a fixed depth, so that chains are sampled from q and verified by rejection for requests with a seed, too.
+    # At a fixed depth, so that chains are sampled from q and verified by rejection for requests with a seed,
+    # too.
     with LLM(**options | {"speculative_adaptive": False}) as drafting:
         if not drafting.config.spec.steps:
             raise ConfigError(f"there is nothing to prove. What drafts: {drafting.engine.card.drafting}")
-        spec, exact, texts = drafting.config.spec, is_exact(drafting.config), [drafting.tokenizer.encode(text) for text in prompts]
+        spec, exact, texts = (
+            drafting.config.spec,
+            is_exact(drafting.config),
+            [drafting.tokenizer.encode(text) for text in prompts],
+        )
         work = Work(texts, features(drafting, texts[0]), tokens, draws)
         stages.sizes = dict.fromkeys(stages.sizes, work.size)
         stages.done(0)
@@ -233,42 +282,76 @@ def prove(
 def require_drafts(spec: SpecConfig) -> None:
     """As far as the options tell. Raises ConfigError."""
     if spec.named and not spec.parts:
-        raise ConfigError("prove compares speculation with plain decoding: --speculative-algorithm none leaves nothing to compare")
+        raise ConfigError(
+            "prove compares speculation with plain decoding: --speculative-algorithm none leaves "
+            "nothing to compare"
+        )
     if spec.speculative_num_steps == 0:
-        raise ConfigError("prove compares speculation with plain decoding: --speculative-num-steps must be at least 1, got 0")
+        raise ConfigError(
+            "prove compares speculation with plain decoding: --speculative-num-steps must be at "
+            "least 1, got 0"
+        )
 
 
 def compared(work: Work, plain: Results, other: Results, coupled: bool) -> Proof:
     """`coupled`: with the same seed all texts are the same."""
     proof = Proof(len(work.prompts), 0.0)
     pairs = enumerate(zip(plain["greedy"], other["greedy"], strict=True))
-    proof.divergences = [difference for i, (one, two) in pairs if (difference := divergence(i, one, two)) is not None]
+    proof.divergences = [
+        difference for i, (one, two) in pairs if (difference := divergence(i, one, two)) is not None
+    ]
     for feature, fields in work.cases.items():
         one, two = plain[feature], other[feature]
-        same = sum(a.tokens == b.tokens for a, b in zip(one, two, strict=True)) / len(one) if coupled or "grammar" in fields else None
+        same = (
+            sum(a.tokens == b.tokens for a, b in zip(one, two, strict=True)) / len(one)
+            if coupled or "grammar" in fields
+            else None
+        )
         proof.laws.append(LawTest(feature, len(one), two_sample(drawn(one), drawn(two)), same))
     return proof
 
 
 def excuse(
-    proof: Proof, work: Work, options: dict[str, Any], without: dict[str, Any], plain: Results, other: Results, stages: ProofStages
+    proof: Proof,
+    work: Work,
+    options: dict[str, Any],
+    without: dict[str, Any],
+    plain: Results,
+    other: Results,
+    stages: ProofStages,
 ) -> None:
-    """Adds what rounding explains of the differences, the tie that follows from it, and the places after each first divergence."""
+    """Adds what rounding explains of the differences, the tie that follows from it, and the places after each
+    first divergence."""
     spoken = [done.tokens for done in other["greedy"]]
     seeded = [law.feature for law in proof.laws if law.same_text is not None]
     requests = [one for feature in seeded for one in work.sampled(feature)]
-    first, second = ([done.tokens for feature in seeded for done in results[feature]] for results in (plain, other))
+    first, second = (
+        [done.tokens for feature in seeded for done in results[feature]] for results in (plain, other)
+    )
     starts = {mismatch.prompt: mismatch.place for mismatch in proof.divergences}
-    differing = [work.greedy()[i] for i in starts] + [one for one, a, b in zip(requests, first, second, strict=True) if a != b]
+    differing = [work.greedy()[i] for i in starts] + [
+        one for one, a, b in zip(requests, first, second, strict=True) if a != b
+    ]
     differing, count = differing[:AGAIN], len(work.prompts) + len(PROMPTS)
-    stages.sizes |= {SCORED: len(PROMPTS) + count, OTHER_FORMAT: count + len(requests), EXACT[0]: len(differing), EXACT[1]: len(differing)}
+    stages.sizes |= {
+        SCORED: len(PROMPTS) + count,
+        OTHER_FORMAT: count + len(requests),
+        EXACT[0]: len(differing),
+        EXACT[1]: len(differing),
+    }
     stages.load()
     with LLM(**without) as llm:
         stages.done(0)
         # Besides the proof's own texts some hundred places of others, whatever its size.
-        more = [(llm.tokenizer.encode(text), SamplingParams(max_tokens=MORE, seed=i)) for i, text in enumerate(PROMPTS)]
+        more = [
+            (llm.tokenizer.encode(text), SamplingParams(max_tokens=MORE, seed=i))
+            for i, text in enumerate(PROMPTS)
+        ]
         texts = [prompt + tokens for prompt, tokens in zip(work.prompts, spoken, strict=True)]
-        texts += [prompt + done.tokens for (prompt, _), done in zip(more, completed(llm, more, stages.done), strict=True)]
+        texts += [
+            prompt + done.tokens
+            for (prompt, _), done in zip(more, completed(llm, more, stages.done), strict=True)
+        ]
         planned, scored = plan(llm.config), scores(llm, texts, lambda ended: stages.done(len(more) + ended))
     stages.load()
     rounding = rounding_of(without, planned, scored, texts, requests, first, stages.done)
@@ -280,7 +363,9 @@ def excuse(
         for place, pair in enumerate(zip(answer_scores[i], spoken[i], strict=False))
     ]
     changed = [mismatch for mismatch in lost if mismatch is not None]
-    proof.divergences += [mismatch for mismatch in changed if mismatch.place > starts.get(mismatch.prompt, -1)]
+    proof.divergences += [
+        mismatch for mismatch in changed if mismatch.place > starts.get(mismatch.prompt, -1)
+    ]
     proof.divergences.sort(key=lambda mismatch: (mismatch.prompt, mismatch.place))
     proof.excuse = Excuse(
         rounding,
@@ -290,7 +375,9 @@ def excuse(
     )
 
 
-def differing_in_exact_mode(options: dict[str, Any], without: dict[str, Any], requests: Sequence[Asked], stages: ProofStages) -> Share:
+def differing_in_exact_mode(
+    options: dict[str, Any], without: dict[str, Any], requests: Sequence[Asked], stages: ProofStages
+) -> Share:
     answers = []
     for llm_options in (without, options):
         stages.load()
@@ -314,7 +401,10 @@ class Work:
         return len(self.prompts) + self.draws * len(self.cases)
 
     def greedy(self) -> list[Asked]:
-        return [(prompt, SamplingParams(max_tokens=self.tokens, temperature=0.0, logprobs=MAX_LOGPROBS)) for prompt in self.prompts]
+        return [
+            (prompt, SamplingParams(max_tokens=self.tokens, temperature=0.0, logprobs=MAX_LOGPROBS))
+            for prompt in self.prompts
+        ]
 
     def sampled(self, feature: str) -> list[Asked]:
         # One token more than is counted, or nothing would be drafted for the last.
@@ -324,12 +414,16 @@ class Work:
     def run(self, llm: LLM, progress: Callable[[int], None], chunk: int = 512) -> Results:
         named = [("greedy", one) for one in self.greedy()]
         named += [
-            (feature, one) for row in zip(*map(self.sampled, self.cases), strict=True) for feature, one in zip(self.cases, row, strict=True)
+            (feature, one)
+            for row in zip(*map(self.sampled, self.cases), strict=True)
+            for feature, one in zip(self.cases, row, strict=True)
         ]
         results: Results = {}
         for start in range(0, len(named), chunk):
             part = named[start : start + chunk]
-            done = completed(llm, [one for _, one in part], partial(lambda before, ended: progress(before + ended), start))
+            done = completed(
+                llm, [one for _, one in part], partial(lambda before, ended: progress(before + ended), start)
+            )
             for (what, _), completion in zip(part, done, strict=True):
                 results.setdefault(what, []).append(completion)
         return results
@@ -345,7 +439,9 @@ def divergence(number: int, plain: Completion, other: Completion) -> Divergence 
         if one != two:
             score = plain.logprobs[place] if plain.logprobs is not None else None
             top = dict(score.top) if score is not None else {}
-            return Divergence(number, place, one, two, score.logprob if score is not None else 0.0, top.get(two))
+            return Divergence(
+                number, place, one, two, score.logprob if score is not None else 0.0, top.get(two)
+            )
     if len(plain.tokens) != len(other.tokens):
         return Divergence(number, min(len(plain.tokens), len(other.tokens)), -1, -1, 0.0, None)
     return None
@@ -366,7 +462,10 @@ def two_sample(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> floa
     first, second = Counter(one), Counter(other)
     common = [text for text in first | second if first[text] + second[text] >= RARE]
     table = torch.tensor(
-        [[counts[text] for text in common] + [sum(counts.values()) - sum(counts[t] for t in common)] for counts in (first, second)]
+        [
+            [counts[text] for text in common] + [sum(counts.values()) - sum(counts[t] for t in common)]
+            for counts in (first, second)
+        ]
     )
     table = table[:, table.sum(0) > 0].double()
     if table.shape[1] < 2:

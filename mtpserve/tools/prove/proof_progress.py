@@ -18,7 +18,9 @@ PERIOD_S = 10.0  # between two lines
 class ProofProgress:
     """Is told of each stage as it goes. `quiet`: shows nothing."""
 
-    def __init__(self, quiet: bool = False, console: Console | None = None, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self, quiet: bool = False, console: Console | None = None, clock: Callable[[], float] = perf_counter
+    ) -> None:
         self.console = console or Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         self.quiet, self.clock = quiet, clock
         columns = (
@@ -60,7 +62,14 @@ class ProofProgress:
             return
         self.bar.start()
         number = f"{stage.number}/{stage.stages}"
-        self.bar.update(self.task, description=stage.name, completed=stage.done, total=stage.of, stage=number, left=self.left(stage))
+        self.bar.update(
+            self.task,
+            description=stage.name,
+            completed=stage.done,
+            total=stage.of,
+            stage=number,
+            left=self.left(stage),
+        )
 
     def line(self, stage: ProofStage) -> str:
         begun = f"stage {stage.number} of {stage.stages}, {stage.name}"

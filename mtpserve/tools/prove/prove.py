@@ -1,4 +1,5 @@
-"""`mtpserve prove`: run a model with and without speculation and show that its output is the same. Exit code 0 only when all holds."""
+"""`mtpserve prove`: run a model with and without speculation and show that its output is the same. Exit code
+0 only when all holds."""
 
 from __future__ import annotations
 
@@ -20,25 +21,47 @@ TOKENS, DRAWS = 64, 300
 SHOWN = 8  # divergences
 # Options that say which model it is and where: a proof without them is another one.
 WHICH = (
-    "model", "tokenizer", "revision", "download_dir", "load_format", "device", "served_model_name", "max_total_tokens",
+    "model", "tokenizer", "revision", "download_dir", "load_format", "device", "served_model_name",
+    "max_total_tokens",
     "mem_fraction_static", "speculative_algorithm", "speculative_draft_model_path", "random_seed",
 )  # fmt: skip
 
 
 def parser() -> Parser:
     arg_parser = Parser(
-        prog="mtpserve prove", usage="%(prog)s [options]", description="Compare a model's output with speculation to its output without."
+        prog="mtpserve prove",
+        usage="%(prog)s [options]",
+        description="Compare a model's output with speculation to its output without.",
     )
-    arg_parser.add_argument("--prompts", metavar="FILE", help="prompts, one JSON string or plain text per line (default: a built-in set)")
-    arg_parser.add_argument("--tokens", metavar="N", type=int, default=TOKENS, help=f"greedy tokens per prompt (default: {TOKENS})")
-    arg_parser.add_argument("--draws", metavar="N", type=int, default=DRAWS, help=f"draws per sampling feature and side (default: {DRAWS})")
+    arg_parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="prompts, one JSON string or plain text per line (default: a built-in set)",
+    )
+    arg_parser.add_argument(
+        "--tokens",
+        metavar="N",
+        type=int,
+        default=TOKENS,
+        help=f"greedy tokens per prompt (default: {TOKENS})",
+    )
+    arg_parser.add_argument(
+        "--draws",
+        metavar="N",
+        type=int,
+        default=DRAWS,
+        help=f"draws per sampling feature and side (default: {DRAWS})",
+    )
     arg_parser.add_argument(
         "--tie", metavar="GAP", type=float,
-        help="excuse greedy divergences between tokens whose log-probabilities differ by no more, and nothing else: 0 excuses nothing "
+        help="excuse greedy divergences between tokens whose log-probabilities differ by no more, and "
+"nothing else: 0 excuses nothing "
         "(default: what rounding in --dtype is measured to explain)",
     )  # fmt: skip
     arg_parser.add_argument("--json", metavar="FILE", help="write all results here")
-    arg_parser.add_argument("--quiet", action="store_true", help="do not show on standard error how far it is")
+    arg_parser.add_argument(
+        "--quiet", action="store_true", help="do not show on standard error how far it is"
+    )
     add_options(arg_parser, ENGINE_SECTIONS)
     return arg_parser
 
@@ -57,11 +80,20 @@ def run(arguments: Sequence[str]) -> int:
 
     prompts = PROMPTS if options.prompts is None else read_prompts(options.prompts)
     with ProofProgress(options.quiet) as progress:
-        proof = prove(dict(values), prompts, tokens=options.tokens, draws=options.draws, tie=options.tie, progress=progress)
+        proof = prove(
+            dict(values),
+            prompts,
+            tokens=options.tokens,
+            draws=options.draws,
+            tie=options.tie,
+            progress=progress,
+        )
     steps = [] if proof.holds else next_steps(proof, values, options.tie)
     show(proof, steps, options.tie)
     if options.json:
-        Path(options.json).write_text(json.dumps(as_json(proof) | {"next": steps}, indent=2) + "\n", encoding="utf-8")
+        Path(options.json).write_text(
+            json.dumps(as_json(proof) | {"next": steps}, indent=2) + "\n", encoding="utf-8"
+        )
     return 0 if proof.holds else 1
 
 
@@ -86,25 +118,46 @@ def show(proof: Proof, steps: Sequence[str] = (), tie: float | None = None) -> N
     differing = {divergence.prompt for divergence in proof.divergences}
     print(f"greedy      {proof.prompts - len(differing)} of {proof.prompts} prompts give the same text")
     for divergence in sorted(proof.divergences, key=lambda divergence: -divergence.gap)[:SHOWN]:
-        other = "not among the likeliest" if divergence.speculative_logprob is None else f"{divergence.speculative_logprob:.5f}"
-        print(f"            prompt {divergence.prompt}, token {divergence.place}: "
-              f"plain {divergence.plain} ({divergence.plain_logprob:.5f}), "
-              f"speculative {divergence.speculative} ({other}): {judged(divergence, proof, tie)}")  # fmt: skip
+        other = (
+            "not among the likeliest"
+            if divergence.speculative_logprob is None
+            else f"{divergence.speculative_logprob:.5f}"
+        )
+        print(
+            f"            prompt {divergence.prompt}, token {divergence.place}: "
+            f"plain {divergence.plain} ({divergence.plain_logprob:.5f}), "
+            f"speculative {divergence.speculative} ({other}): {judged(divergence, proof, tie)}"
+        )
     if len(proof.divergences) > SHOWN:
         print(f"            and {len(proof.divergences) - SHOWN} more, with smaller gaps")
     print("sampled     feature                 draws  p-value  same text")
     for law in proof.laws:
         share = "-" if law.same_text is None else f"{law.same_text:.1%}"
         differs = not law.holds or (proof.excuse is None and law.same_text not in (None, 1.0))
-        print(f"            {law.feature:22} {law.draws:6} {law.p_value:8.4f}  {share:>9}  {'DIFFERS' if differs else ''}".rstrip())
+        print(
+            f"            {law.feature:22} {law.draws:6} {law.p_value:8.4f}  {share:>9}  "
+            f"{'DIFFERS' if differs else ''}".rstrip()
+        )
     if proof.excuse is not None:
         show_excuse(proof.excuse, proof.tie)
-        if not proof.excuse.rounding.explains_gaps([divergence.gap for divergence in proof.divergences], proof.excuse.tokens.of):
-            print("            the gaps above are larger, or large ones more frequent, than rounding explains: DIFFERS")
+        if not proof.excuse.rounding.explains_gaps(
+            [divergence.gap for divergence in proof.divergences], proof.excuse.tokens.of
+        ):
+            print(
+                "            the gaps above are larger, or large ones more frequent, than rounding "
+                "explains: DIFFERS"
+            )
     if (line := forgiven(proof)) is not None:
         print(f"forgiven    {line}")
-    rates = [f"{accepted / drafted:.2f}" for drafted, accepted in zip(proof.drafted, proof.accepted, strict=True) if drafted]
-    print(f"acceptance  {proof.accept_length:.2f} tokens per verification; share of the drafts at depth 1, 2, …: {', '.join(rates)}")
+    rates = [
+        f"{accepted / drafted:.2f}"
+        for drafted, accepted in zip(proof.drafted, proof.accepted, strict=True)
+        if drafted
+    ]
+    print(
+        f"acceptance  {proof.accept_length:.2f} tokens per verification; share of the drafts at "
+        f"depth 1, 2, …: {', '.join(rates)}"
+    )
     if proof.lossy:
         print("lossy       acceptance thresholds below 1: the output is not meant to be the model's")
     beyond = " beyond rounding" if proof.excuse is not None or proof.divergences else ""
@@ -116,10 +169,15 @@ def show(proof: Proof, steps: Sequence[str] = (), tie: float | None = None) -> N
 def judged(divergence: Divergence, proof: Proof, tie: float | None) -> str:
     apart = "" if divergence.gap == float("inf") else f"{divergence.gap:.2g} apart, "
     if divergence.gap <= proof.tie:
-        return f"{apart}tie within {f'rounding, which explains up to {proof.tie:.2g}' if tie is None else f'--tie {tie:g}'}"
+        return (
+            f"{apart}tie within "
+            f"{f'rounding, which explains up to {proof.tie:.2g}' if tie is None else f'--tie {tie:g}'}"
+        )
     if proof.excuse is not None:
         return f"{apart}DIFFERS: rounding explains up to {proof.tie:.2g}"
-    return f"{apart}DIFFERS" + (": the numbers are exact, so that nothing is excused" if tie is None else f": --tie is {tie:g}")
+    return f"{apart}DIFFERS" + (
+        ": the numbers are exact, so that nothing is excused" if tie is None else f": --tie is {tie:g}"
+    )
 
 
 def forgiven(proof: Proof) -> str | None:
@@ -128,9 +186,17 @@ def forgiven(proof: Proof) -> str | None:
     texts = 0 if proof.excuse is None else proof.excuse.texts.count
     if not proof.holds or not (ties or texts):
         return None
-    parts = [f"{len(ties)} tie{'s' * (len(ties) > 1)} in greedy texts, {max(ties):.2g} apart at most"] if ties else []
+    parts = (
+        [f"{len(ties)} tie{'s' * (len(ties) > 1)} in greedy texts, {max(ties):.2g} apart at most"]
+        if ties
+        else []
+    )
     parts += [f"{texts} sampled texts with the same seed"] if texts else []
-    why = "" if proof.excuse is None else ": rounding explains as many and as large ones, and in exact mode all of them are the same"
+    why = (
+        ""
+        if proof.excuse is None
+        else ": rounding explains as many and as large ones, and in exact mode all of them are the same"
+    )
     return f"{', '.join(parts)}{why}"
 
 
@@ -141,53 +207,91 @@ def show_excuse(excuse: Excuse, tie: float) -> None:
         print(f"            {what}{'' if holds else ': DIFFERS'}")
 
     scaled = f", scaled by {rounding.scale:.1e}" if rounding.scale != 1 else ""
-    print(f"rounding    what {rounding.dtype} alone does to plain decoding was measured against {rounding.reference}{scaled}:")
-    errors = f"by {rounding.typical:.2g} at half of {len(rounding.errors)} places, by {rounding.bound / 2:.2g} at most"
+    print(
+        f"rounding    what {rounding.dtype} alone does to plain decoding was measured against "
+        f"{rounding.reference}{scaled}:"
+    )
+    errors = (
+        f"by {rounding.typical:.2g} at half of {len(rounding.errors)} places, by "
+        f"{rounding.bound / 2:.2g} at most"
+    )
     line(f"it changes the gap between two likely tokens' log-probabilities {errors};")
     line(f"two ways to compute the same differ by up to twice that, so a gap of up to {tie:.2g} can be a tie")
-    for what, ours, its in (("greedy tokens", excuse.tokens, rounding.tokens), ("sampled texts", excuse.texts, rounding.texts)):
+    for what, ours, its in (
+        ("greedy tokens", excuse.tokens, rounding.tokens),
+        ("sampled texts", excuse.texts, rounding.texts),
+    ):
         alone = its.count * rounding.scale / max(its.of, 1)
-        line(f"{what}: {ours.count} of {ours.of} differ with speculation; {alone:.2%} do by rounding alone, up to twice that is expected",
+        line(f"{what}: {ours.count} of {ours.of} differ with speculation; {alone:.2%} do by rounding "
+f"alone, up to twice that is expected",
              rounding.explains(ours, its))  # fmt: skip
     same, of = excuse.exact.of - excuse.exact.count, excuse.exact.of
-    line(f"in exact mode, where sums do not depend on the batch, {same} of the {of} requests that differ give the same text", same == of)
+    line(
+        f"in exact mode, where sums do not depend on the batch, {same} of the {of} requests that "
+        f"differ give the same text",
+        same == of,
+    )
 
 
 def next_steps(proof: Proof, values: Values, tie: float | None) -> list[str]:
     """One line each, the first first. `values`: the given options; `tie`: --tie."""
     if proof.lossy:
-        return ["leave out --speculative-accept-threshold-single and -acc: below 1 they accept what the model would not say"]
+        return [
+            "leave out --speculative-accept-threshold-single and -acc: below 1 they accept what the "
+            "model would not say"
+        ]
     if tie is not None:
         return ["without --tie: what rounding explains is then measured, and anything beyond it shown"]
     steps = []
     if any(not law.holds for law in proof.laws):
         draws = max(law.draws for law in proof.laws)
-        steps.append(f"--draws {4 * draws}: one test in 10,000 fails by chance, and then not again; a defect fails more clearly")
+        steps.append(
+            f"--draws {4 * draws}: one test in 10,000 fails by chance, and then not again; a defect "
+            f"fails more clearly"
+        )
     if proof.excuse is not None and proof.excuse.exact.count == 0:
         return steps + of_numbers(values)
     return steps + of_logic(values)
 
 
 def of_numbers(values: Values) -> list[str]:
-    """Exact mode gives the same texts: drafts are chosen and verified rightly, and what the ordinary mode computes is suspected."""
+    """Exact mode gives the same texts: drafts are chosen and verified rightly, and what the ordinary mode
+    computes is suspected."""
     steps = []
     if values.get("dtype") != "float32":
-        steps.append("--dtype float32: it rounds 65,536 times less than bfloat16; what still differs then is no rounding")
+        steps.append(
+            "--dtype float32: it rounds 65,536 times less than bfloat16; what still differs then is "
+            "no rounding"
+        )
     if values.get("attention_backend") != "reference":
         steps.append("--attention-backend reference: plain torch; if that holds, a kernel is at fault")
-    return [*steps, *one_by_one(values), "--speculative-exact serves this model with the texts of plain decoding, and slower"]
+    return [
+        *steps,
+        *one_by_one(values),
+        "--speculative-exact serves this model with the texts of plain decoding, and slower",
+    ]
 
 
 def of_logic(values: Values) -> list[str]:
     """Texts differ where numbers do not depend on what is computed with them."""
-    steps = ["--speculative-num-steps 1 --speculative-eagle-topk 1: the shortest chain; if that holds, depth or branches are at fault"]
+    steps = [
+        "--speculative-num-steps 1 --speculative-eagle-topk 1: the shortest chain; if that holds, "
+        "depth or branches are at fault"
+    ]
     steps += one_by_one(values)
-    record = "mtpserve generate PROMPT --temperature 0 --record-steps FILE, with these options, and mtpserve replay FILE"
-    return [*steps, f"{record}: whether each step gives the same again; the file and --json's belong into a report"]
+    record = (
+        "mtpserve generate PROMPT --temperature 0 --record-steps FILE, with these options, and mtpserve "
+        "replay FILE"
+    )
+    return [
+        *steps,
+        f"{record}: whether each step gives the same again; the file and --json's belong into a report",
+    ]
 
 
 def one_by_one(values: Values) -> list[str]:
     """None where no option was given that could change a text."""
-    engines = {option.name for option in all_options(ENGINE_SECTIONS)}  # a config file may have the server's, too
+    # a config file may have the server's, too
+    engines = {option.name for option in all_options(ENGINE_SECTIONS)}
     flags = [f"--{dashed(name)}" for name in values if name in engines.difference(WHICH)]
     return [f"without {', '.join(flags)}, one after the other: which of them it takes"] if flags else []

@@ -14,7 +14,8 @@ from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.planning import describe, drafts_itself, plan
 from mtpserve.engine.startup.recording import Header, Recording, StepPlanned, StepRaised, StepRead, header_of
 
-CLOSE = 0.01  # between log-probabilities that count as the same: threads and hardware change their last digits
+# between log-probabilities that count as the same: threads and hardware change their last digits
+CLOSE = 0.01
 SCORES = ("logprobs", "prompt_logprobs")  # of a result: compared within CLOSE; everything else must be equal
 FREE = ("config", "seeds")  # parts of a header that need not agree
 
@@ -51,15 +52,26 @@ class Pending:
 
 
 def config_of(header: Header, model: str | None) -> EngineConfig:
-    """The configuration whose sizes are those that were recorded; `model`: another place of the same checkpoint."""
+    """The configuration whose sizes are those that were recorded; `model`: another place of the same
+    checkpoint."""
     config = header.config
     return replace(
         config,
-        spec=config.spec if config.spec.named else config.spec.drafting_with(NONE),  # of a version in which nobody else drafted
+        # of a version in which nobody else drafted
+        spec=config.spec if config.spec.named else config.spec.drafting_with(NONE),
         model=replace(
-            config.model, model=model or config.model.model, device=header.device, dtype=header.dtype, context_length=header.context
+            config.model,
+            model=model or config.model.model,
+            device=header.device,
+            dtype=header.dtype,
+            context_length=header.context,
         ),
-        cache=replace(config.cache, max_total_tokens=header.pages * header.page_size, mem_fraction_static=None, kv_events_config=None),
+        cache=replace(
+            config.cache,
+            max_total_tokens=header.pages * header.page_size,
+            mem_fraction_static=None,
+            kv_events_config=None,
+        ),
         scheduler=replace(config.scheduler, max_running_requests=header.seats, record_steps=None),
     )
 
@@ -73,7 +85,10 @@ def check_same(header: Header, config: EngineConfig) -> None:
     for name in Header.__struct_fields__:
         recorded, here = getattr(header, name), getattr(now, name)
         if name not in FREE and recorded != here:
-            raise LoadError(f"{config.model.model}: the steps were recorded with {name.replace('_', ' ')} {recorded}, here it is {here}")
+            raise LoadError(
+                f"{config.model.model}: the steps were recorded with {name.replace('_', ' ')} "
+                f"{recorded}, here it is {here}"
+            )
 
 
 def replay(recording: Recording, config: EngineConfig, *, progress: bool = False) -> Replayed:
@@ -97,7 +112,9 @@ def run(recording: Recording, runner: ModelRunner) -> Replayed:
     replayer.outcome.unread, replayer.outcome.truncated = len(replayer.waiting), recording.truncated
     for number, pending in replayer.waiting.items():
         if pending.result() is None:
-            replayer.outcome.difference = f"step {number}, which was not read when it was recorded, raises {kind(pending.error)}"
+            replayer.outcome.difference = (
+                f"step {number}, which was not read when it was recorded, raises {kind(pending.error)}"
+            )
             break
     return replayer.outcome
 
@@ -112,7 +129,9 @@ class Replay:
     def launch(self, number: int, planned: StepPlan) -> None:
         self.names |= {new_request.req_idx: new_request.id for new_request in planned.new_requests}
         self.outcome.steps += 1
-        self.outcome.requests += sum(len(new_request.tokens) == new_request.num_prompt_tokens for new_request in planned.new_requests)
+        self.outcome.requests += sum(
+            len(new_request.tokens) == new_request.num_prompt_tokens for new_request in planned.new_requests
+        )
         names = {span.req_idx: self.names.get(span.req_idx, "unknown") for span in planned.spans}
         try:
             self.waiting[number] = Pending(planned, names, self.runner.launch(planned))
@@ -123,13 +142,17 @@ class Replay:
         step = self.waiting.pop(number)
         now = step.result()
         if now is None:
-            self.outcome.difference = f"step {number} raises {kind(step.error)}; when it was recorded it gave a result"
+            self.outcome.difference = (
+                f"step {number} raises {kind(step.error)}; when it was recorded it gave a result"
+            )
             return
         for span, before, after in zip(step.plan.spans, recorded.spans, now.spans, strict=True):
             self.outcome.tokens += len(after.tokens)
             what = difference(before, after)
             if what is not None and self.outcome.difference is None:
-                self.outcome.difference = f"step {number}, request {step.names[span.req_idx]} in seat {span.req_idx}: {what}"
+                self.outcome.difference = (
+                    f"step {number}, request {step.names[span.req_idx]} in seat {span.req_idx}: {what}"
+                )
 
     def compare_failure(self, recorded: StepRaised) -> None:
         step = self.waiting.pop(recorded.step)
@@ -145,7 +168,10 @@ class Replay:
 
 def difference(recorded: SpanResult, now: SpanResult) -> str | None:
     """In words; None: there is none."""
-    for name in ("error", *(field_name for field_name in SpanResult.__struct_fields__ if field_name not in (*SCORES, "error"))):
+    for name in (
+        "error",
+        *(field_name for field_name in SpanResult.__struct_fields__ if field_name not in (*SCORES, "error")),
+    ):
         before, after = getattr(recorded, name), getattr(now, name)
         if before != after:
             return f"{name} were {before} when it was recorded, and are {after} now"
@@ -160,7 +186,9 @@ def close(recorded: list[TokenLogprob] | None, now: list[TokenLogprob] | None) -
     if recorded is None or now is None:
         return recorded is now
     pairs = zip(recorded, now, strict=False)
-    return len(recorded) == len(now) and all(a.logprob == b.logprob or abs(a.logprob - b.logprob) <= CLOSE for a, b in pairs)
+    return len(recorded) == len(now) and all(
+        a.logprob == b.logprob or abs(a.logprob - b.logprob) <= CLOSE for a, b in pairs
+    )
 
 
 def kind(error: Exception | None) -> str:

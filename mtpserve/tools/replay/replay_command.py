@@ -1,4 +1,5 @@
-"""`mtpserve replay`: run the steps that `--record-steps` wrote once more, and compare. Exit code 0 only when every result is the same."""
+"""`mtpserve replay`: run the steps that `--record-steps` wrote once more, and compare. Exit code 0 only when
+every result is the same."""
 
 from __future__ import annotations
 
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
 def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve replay", usage="%(prog)s FILE [options]",
-        description="Run recorded steps once more and compare each result. Device, sizes and all other options are the recording's.",
+        description="Run recorded steps once more and compare each result. Device, sizes and all other "
+"options are the recording's.",
     )  # fmt: skip
     arg_parser.add_argument("file", metavar="FILE", help="what --record-steps wrote")
-    arg_parser.add_argument("--model", "--model-path", metavar="TEXT", help="where the model is here (default: where it was)")
+    arg_parser.add_argument(
+        "--model", "--model-path", metavar="TEXT", help="where the model is here (default: where it was)"
+    )
     return arg_parser
 
 
@@ -32,17 +36,27 @@ def run(arguments: Sequence[str]) -> int:
     recording = Recording(options.file)
     config = fetched(config_of(recording.header, options.model))
     outcome = replay(recording, config, progress=sys.stderr.isatty())
-    print("\n".join(lines(outcome, f"{recording.header.model}, {recording.header.dtype} on {recording.header.device}")))
+    print(
+        "\n".join(
+            lines(outcome, f"{recording.header.model}, {recording.header.dtype} on {recording.header.device}")
+        )
+    )
     return 0 if outcome.difference is None else 1
 
 
 def lines(outcome: Replayed, where: str) -> list[str]:
-    report = [f"replayed {outcome.steps} steps, {outcome.requests} requests, {outcome.tokens} tokens: {where}"]
+    report = [
+        f"replayed {outcome.steps} steps, {outcome.requests} requests, {outcome.tokens} tokens: {where}"
+    ]
     if outcome.raised:
         report.append(f"{outcome.raised} of the steps raised when they were recorded")
     if outcome.unread:
         report.append(f"{outcome.unread} of the steps had not been read when the recording ended")
     if outcome.truncated:
         report.append("the file ends in the middle of a step: what comes before was replayed")
-    report.append("every result is the same" if outcome.difference is None else f"first difference: {outcome.difference}")
+    report.append(
+        "every result is the same"
+        if outcome.difference is None
+        else f"first difference: {outcome.difference}"
+    )
     return report

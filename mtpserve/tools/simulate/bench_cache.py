@@ -1,6 +1,6 @@
-"""`mtpserve bench cache --trace FILE`: what hit rate and which times to the first token a trace gets with pools of some sizes. No model
-runs: the real scheduler and cache work through the trace in simulated time (tools/simulate/simulator.py), on a device that is a formula
-(tools/simulate/costs.py)."""
+"""`mtpserve bench cache --trace FILE`: what hit rate and which times to the first token a trace gets with
+pools of some sizes. No model runs: the real scheduler and cache work through the trace in simulated time
+(tools/simulate/simulator.py), on a device that is a formula (tools/simulate/costs.py)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 
 # Of the server's options, those that a simulation knows. A --config file may have all.
 KNOWN = (
-    "model", "tokenizer", "dtype", "quantization", "context_length", "page_size", "max_total_tokens", "kv_cache_dtype",
-    "disable_radix_cache", "kv_offload_gib", "kv_offload_dir", "kv_offload_dir_gib", "max_running_requests", "chunked_prefill_size",
-    "scheduling_policy", "schedule_conservativeness", "long_prefill_token_threshold", "max_long_partial_prefills", "random_seed",
+    "model", "tokenizer", "dtype", "quantization", "context_length", "page_size", "max_total_tokens",
+    "kv_cache_dtype",
+    "disable_radix_cache", "kv_offload_gib", "kv_offload_dir", "kv_offload_dir_gib", "max_running_requests",
+    "chunked_prefill_size",
+    "scheduling_policy", "schedule_conservativeness", "long_prefill_token_threshold",
+    "max_long_partial_prefills", "random_seed",
     "disable_overlap_schedule", *OPTIONS,
 )  # fmt: skip
 SECTIONS = {name: ENGINE_SECTIONS[name] for name in ("model", "cache", "spec", "scheduler")}
@@ -42,8 +45,10 @@ def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve bench cache",
         usage="%(prog)s --trace FILE --pool-tokens N,N,... [options]",
-        description="What hit rate and time to the first token a trace gets with a KV pool of some size. Nothing is computed: scheduler "
-        "and cache work through the trace in simulated time, and a step takes as long as a roofline of the device says.",
+        description="What hit rate and time to the first token a trace gets with a KV pool of some size. "
+        "Nothing is computed: scheduler "
+        "and cache work through the trace in simulated time, and a step takes as long as a roofline "
+        "of the device says.",
     )
 
     def number(group: Any, name: str, help: str, default: float | None = None) -> None:
@@ -52,23 +57,44 @@ def parser() -> Parser:
 
     trace = arg_parser.add_argument_group("the trace")
     trace.add_argument(
-        "--trace", metavar="FILE", required=True, help="in Mooncake's format, one JSON object per line, or ShareGPT's, a list"
+        "--trace",
+        metavar="FILE",
+        required=True,
+        help="in Mooncake's format, one JSON object per line, or ShareGPT's, a list",
     )
-    trace.add_argument("--num-prompts", metavar="N", type=int, help="how many of its conversations (default: all)")
-    number(trace, "request-rate", "conversations per second, at random intervals, where the trace has no times", 1.0)
+    trace.add_argument(
+        "--num-prompts", metavar="N", type=int, help="how many of its conversations (default: all)"
+    )
+    number(
+        trace,
+        "request-rate",
+        "conversations per second, at random intervals, where the trace has no times",
+        1.0,
+    )
     number(trace, "think-time", "seconds before a conversation's next turn", 0.0)
     number(trace, "slowdown-factor", "of the trace's own times", 1.0)
     device = arg_parser.add_argument_group("the device")
     sizes = "tokens in its KV pool; several sizes give a row each (default: --max-total-tokens)"
     device.add_argument("--pool-tokens", metavar="N,N,...", help=sizes)
-    below = "GiB of host memory for pages that the pool had to give up; several sizes give a row each (default: --kv-offload-gib)"
+    below = (
+        "GiB of host memory for pages that the pool had to give up; several sizes give a row each "
+        "(default: --kv-offload-gib)"
+    )
     device.add_argument("--host-gib", metavar="X,X,...", help=below)
-    device.add_argument("--device-profile", choices=tuple(PROFILES), default="h200", help="its rates (default: h200)")
+    device.add_argument(
+        "--device-profile", choices=tuple(PROFILES), default="h200", help="its rates (default: h200)"
+    )
     number(device, "bandwidth", "bytes that it reads per second, instead of the profile's")
-    number(device, "flops", "operations on 16-bit numbers per second, in products of matrices, instead of the profile's")
+    number(
+        device,
+        "flops",
+        "operations on 16-bit numbers per second, in products of matrices, instead of the profile's",
+    )
     number(device, "host-bandwidth", "bytes per second to and from host memory, instead of the profile's")
     number(device, "disk-bandwidth", "bytes per second to and from the disk", DISK)
-    number(device, "step-overhead-ms", "of each step, whatever is in it (default: the profile's for each kernel)")
+    number(
+        device, "step-overhead-ms", "of each step, whatever is in it (default: the profile's for each kernel)"
+    )
     arg_parser.add_argument("--output-file", metavar="FILE", help="write the results here as JSON, too")
     add_options(arg_parser, SECTIONS, KNOWN)
     return arg_parser
@@ -93,27 +119,47 @@ class CacheBench:
 
 def run(arguments: Sequence[str]) -> int:
     options = parser().parse(arguments)
-    for name in ("num_prompts", "request_rate", "slowdown_factor", "bandwidth", "flops", "host_bandwidth", "disk_bandwidth"):
+    for name in (
+        "num_prompts",
+        "request_rate",
+        "slowdown_factor",
+        "bandwidth",
+        "flops",
+        "host_bandwidth",
+        "disk_bandwidth",
+    ):
         check((value := getattr(options, name)) is None or 0 < value < math.inf, name, value, "above 0")
     for name in ("think_time", "step_overhead_ms"):
         check((value := getattr(options, name)) is None or 0 <= value < math.inf, name, value, "at least 0")
     values = given(options)
     config = decided(values, settings(values).engine)
-    config = replace(config, scheduler=config.scheduler.on("cpu" if options.device_profile == "cpu" else "cuda"))
+    config = replace(
+        config, scheduler=config.scheduler.on("cpu" if options.device_profile == "cpu" else "cuda")
+    )
     pools, hosts = read_pools(options.pool_tokens, config), read_hosts(options.host_gib, config)
     bench = bench_of(options, values, config)
     trace = read(options.trace, options, values, config)
-    rows = [as_row(bench, tokens, host, simulate(bench, trace, tokens, host)) for tokens in pools for host in hosts]
+    rows = [
+        as_row(bench, tokens, host, simulate(bench, trace, tokens, host))
+        for tokens in pools
+        for host in hosts
+    ]
     show(rows, options.trace, notes(values, options.device_profile, bench))
     if options.output_file is not None:
-        write(options.output_file, {"trace": options.trace, "device_profile": options.device_profile, "pools": rows})
+        write(
+            options.output_file,
+            {"trace": options.trace, "device_profile": options.device_profile, "pools": rows},
+        )
     return 0
 
 
 def bench_of(options: Any, values: Values, config: EngineConfig) -> CacheBench:
     profile = PROFILES[options.device_profile]
     profile = DeviceProfile(
-        options.bandwidth or profile.bandwidth, options.flops or profile.flops, profile.gap, options.host_bandwidth or profile.host
+        options.bandwidth or profile.bandwidth,
+        options.flops or profile.flops,
+        profile.gap,
+        options.host_bandwidth or profile.host,
     )
     overhead = None if options.step_overhead_ms is None else options.step_overhead_ms / 1000
     shape = shape_of(config) if "model" in values else ModelShape()
@@ -134,11 +180,16 @@ def bench_of(options: Any, values: Values, config: EngineConfig) -> CacheBench:
 def read_pools(text: str | None, config: EngineConfig) -> list[int]:
     if text is None:
         if config.cache.max_total_tokens is None:
-            raise ConfigError("--pool-tokens says how many tokens the KV pool has: one number, or several with commas between them")
+            raise ConfigError(
+                "--pool-tokens says how many tokens the KV pool has: one number, or several with "
+                "commas between them"
+            )
         return [config.cache.max_total_tokens]
     parts = [part.strip().replace("_", "") for part in text.split(",")]
     if not all(part.isdecimal() and int(part) >= 16 for part in parts):
-        raise ConfigError(f"--pool-tokens must be whole numbers of at least 16 with commas between them, got {text!r}")
+        raise ConfigError(
+            f"--pool-tokens must be whole numbers of at least 16 with commas between them, got {text!r}"
+        )
     return [int(part) for part in parts]
 
 
@@ -182,19 +233,30 @@ def shape_of(config: EngineConfig) -> ModelShape:
     hf_config, family = described(config)
     arch = family.arch(hf_config, int(passes(config.spec) > 0))
     if page_groups(arch.layers) != (None,):
-        raise ConfigError(f"--model {config.model.model}: some layers see a window, and simulations have none")
+        raise ConfigError(
+            f"--model {config.model.model}: some layers see a window, and simulations have none"
+        )
     size = {"float32": 4}.get(arch.dtype if config.model.dtype == "auto" else config.model.dtype, 2)
     stored = config.model.quantization
     small = stored in ("fp8", "int4", "int8") or (stored == "auto" and hf_config.has("quantization_config"))
-    return ModelShape.of(arch, 1 if small else size, 1 if config.cache.kv_cache_dtype.startswith("fp8") else size)
+    return ModelShape.of(
+        arch, 1 if small else size, 1 if config.cache.kv_cache_dtype.startswith("fp8") else size
+    )
 
 
 def read(file: str, options: Any, values: Values, config: EngineConfig) -> list[TraceConversation]:
     from mtpserve.tools.simulate.traces import read_trace
 
     encode = encoder(config) if "tokenizer" in values or "model" in values else None
-    return read_trace(file, rate=options.request_rate, pause=options.think_time, slowdown=options.slowdown_factor,
-                      limit=options.num_prompts, encode=encode, seed=config.scheduler.random_seed or 0)  # fmt: skip
+    return read_trace(
+        file,
+        rate=options.request_rate,
+        pause=options.think_time,
+        slowdown=options.slowdown_factor,
+        limit=options.num_prompts,
+        encode=encode,
+        seed=config.scheduler.random_seed or 0,
+    )
 
 
 def encoder(config: EngineConfig) -> Encode:
@@ -220,7 +282,9 @@ def simulate(bench: CacheBench, trace: Sequence[TraceConversation], tokens: int,
     page, cache = bench.page_bytes, bench.config.cache
     disk = None if cache.kv_offload_dir is None else cache.disk_bytes // page
     below = TierSizes(host // page, disk, PageTimes(page / bench.host_rate, page / bench.disk_rate))
-    return simulation_of(bench.config, tokens, bench.context, bench.cost, overlap=bench.overlap, below=below).run(trace)
+    return simulation_of(
+        bench.config, tokens, bench.context, bench.cost, overlap=bench.overlap, below=below
+    ).run(trace)
 
 
 def as_row(bench: CacheBench, tokens: int, host: int, result: Simulated) -> dict[str, Any]:
@@ -252,8 +316,13 @@ def as_row(bench: CacheBench, tokens: int, host: int, result: Simulated) -> dict
 
 
 def notes(values: Values, profile: str, bench: CacheBench) -> list[str]:
-    model = bench.config.model.model if "model" in values else "no --model: a dense one of 8 billion parameters"
-    lines = [f"{model}; {bench.shape.kv_bytes:,} bytes of KV per token; times are a roofline's of {profile}, no measurement"]
+    model = (
+        bench.config.model.model if "model" in values else "no --model: a dense one of 8 billion parameters"
+    )
+    lines = [
+        f"{model}; {bench.shape.kv_bytes:,} bytes of KV per token; times are a roofline's of "
+        f"{profile}, no measurement"
+    ]
     lines.append(noted(bench.config.spec))
     if not ("model" in values or "tokenizer" in values):
         lines.append("no tokenizer: in a trace of texts four characters are one token")
@@ -276,10 +345,18 @@ def show(rows: Sequence[dict[str, Any]], file: str, notes: Sequence[str]) -> Non
             human(row["host_bytes"]) if row["host_bytes"] else "-",
             f"{row['max_running_requests']:,}",
         ]
-        rest = [f"{row['tpot_ms']['p50']:,.1f}", f"{row['output_throughput']:,.1f}", f"{row['preemptions']:,}"]
+        rest = [
+            f"{row['tpot_ms']['p50']:,.1f}",
+            f"{row['output_throughput']:,.1f}",
+            f"{row['preemptions']:,}",
+        ]
         table.add_row(*pool, *rates, *times, *rest)
     console.print(table)
-    refused = [f"{row['refused']:,} requests were too long for {row['pool_tokens']:,} tokens" for row in rows if row["refused"]]
+    refused = [
+        f"{row['refused']:,} requests were too long for {row['pool_tokens']:,} tokens"
+        for row in rows
+        if row["refused"]
+    ]
     for line in (*notes, *refused):
         console.print(f"note: {line}")
 

@@ -1,14 +1,16 @@
-"""How long a step takes on a device that is not here: a roofline of three terms, to compare pools and policies, not to predict a machine.
+"""How long a step takes on a device that is not here: a roofline of three terms, to compare pools and
+policies, not to predict a machine.
 
     seconds = overhead + max(weights / bandwidth, 2 · parameters · rows / flops)
                        + max(KV read / bandwidth, attention's products / flops)
 
-Weights are read once per step and the KV of a request once for all of its rows, as kernels do that pack them. In a mixture of experts all
-experts are read, which is right from some hundred rows on and too much for a few; only the chosen ones compute. Products are in 16 bits
-whatever the weights are stored in. What proposes tokens for the next step reads one layer and the head in each of its passes, and of rows
-of the model itself it computes keys and values alone (spec/draft/passes.py), from their embedding and the model's output. Nothing is
-lost to imbalance, padding or the host beyond `overhead`, so times are short: published decoding speeds of well-tuned engines are 65 to 80 %
-of such bounds.
+Weights are read once per step and the KV of a request once for all of its rows, as kernels do that pack them.
+In a mixture of experts all experts are read, which is right from some hundred rows on and too much for a few;
+only the chosen ones compute. Products are in 16 bits whatever the weights are stored in. What proposes tokens
+for the next step reads one layer and the head in each of its passes, and of rows of the model itself it
+computes keys and values alone (spec/draft/passes.py), from their embedding and the model's output. Nothing is
+lost to imbalance, padding or the host beyond `overhead`, so times are short: published decoding speeds of
+well-tuned engines are 65 to 80 % of such bounds.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ class DeviceProfile(NamedTuple):
 
 
 # h100: its memory as measured, products and gap as the h200's, which has the same processors.
-# h200: a copy and a product of large matrices, as measured; the gap from published steps of graph-captured engines. b200: the data sheet
-# (8.0 TB/s, 2.25 PFLOP/s), of which the H200 reaches 0.9 and 0.8 of its own. mi300x: measured shares of its data sheet, 81 % of 5.3 TB/s
-# and 45 % of 1.31 PFLOP/s. cpu: two cores of a Zen 5, measured. host: PCIe 5.0 x16, 64 GB/s, of which copies reach 0.8; on a CPU a copy.
+# h200: a copy and a product of large matrices, as measured; the gap from published steps of graph-captured
+# engines. b200: the data sheet (8.0 TB/s, 2.25 PFLOP/s), of which the H200 reaches 0.9 and 0.8 of its own.
+# mi300x: measured shares of its data sheet, 81 % of 5.3 TB/s and 45 % of 1.31 PFLOP/s. cpu: two cores of a
+# Zen 5, measured. host: PCIe 5.0 x16, 64 GB/s, of which copies reach 0.8; on a CPU a copy.
 PROFILES = {
     "h100": DeviceProfile(3.0e12, 7.9e14, 2.2e-6, 5e10),
     "h200": DeviceProfile(4.3e12, 7.9e14, 2.2e-6, 5e10),
@@ -45,13 +48,18 @@ PROFILES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model the formula needs. The default is a dense one of 8 billion parameters: 32 layers of 4096, 8 KV heads of 128."""
+    """What of a model the formula needs. The default is a dense one of 8 billion parameters: 32 layers of
+    4096, 8 KV heads of 128."""
 
-    layers: int = 32  # each with a feed-forward block; where blocks are layers of their own, that and what is before it count as one
-    parameters: int = 7_500_000_000  # that a row is multiplied with; the embedding is not, the tokens that a row selects are
+    # each with a feed-forward block; where blocks are layers of their own, that and what is before it count
+    # as one
+    layers: int = 32
+    # that a row is multiplied with; the embedding is not, the tokens that a row selects are
+    parameters: int = 7_500_000_000
     weight_bytes: int = 15_000_000_000  # read in a step
     kv_bytes: int = 131_072  # of one token, in all layers
-    pair_flops: int = 524_288  # of one row with one token of its context, in all layers; where tokens are selected, to score it
+    # of one row with one token of its context, in all layers; where tokens are selected, to score it
+    pair_flops: int = 524_288
     pass_bytes: int = 1_486_000_000  # read by one pass that proposes tokens: one layer and the head
     kept_parameters: int = 42_000_000  # of that layer, by which its keys and values are made
     kept_bytes: int = 84_000_000
@@ -76,7 +84,10 @@ class ModelShape:
             matrices, without = 2 if moe.gate == "relu2" else 3, sum(layer in blocks for layer in moe.dense)
             routed, expert = layers - without, matrices * (moe.latent or size) * moe.size
             always = without * dense + routed * size * (moe.experts + matrices * moe.shared + 2 * moe.latent)
-            used, stored = used + always + routed * moe.top_k * expert, stored + always + routed * moe.experts * expert
+            used, stored = (
+                used + always + routed * moe.top_k * expert,
+                stored + always + routed * moe.experts * expert,
+            )
         return ModelShape(
             layers,
             used,
@@ -91,7 +102,8 @@ class ModelShape:
 
 
 def _wide(arch: ModelArch, kind: Attention) -> int:
-    """Numbers of keys and values that a row is multiplied with, of each token that it attends to, by all heads."""
+    """Numbers of keys and values that a row is multiplied with, of each token that it attends to, by all
+    heads."""
     return arch.heads_of(kind) * (kind.kv.key_dim + kind.kv.value_dim)
 
 
@@ -113,7 +125,11 @@ def _attention(arch: ModelArch, kind: Attention) -> int:
     if (mla := arch.mla) is None:
         heads = arch.heads_of(kind)
         return arch.hidden * (heads * key + kv_heads * (key + value) + heads * value)
-    indexer = 0 if arch.indexer is None or not kind.index_dim else arch.hidden * (kind.index_dim + arch.indexer.heads)
+    indexer = (
+        0
+        if arch.indexer is None or not kind.index_dim
+        else arch.hidden * (kind.index_dim + arch.indexer.heads)
+    )
     indexer += _scored(arch, kind) * (mla.q_rank or 0)
     wide = arch.heads * (mla.nope + mla.rope)
     query = arch.hidden * wide if mla.q_rank is None else mla.q_rank * (arch.hidden + wide)
@@ -135,9 +151,11 @@ class StepCost:
     absorbed_row: float = 0.0  # of each of these
 
     @staticmethod
-    def of(shape: ModelShape, device: DeviceProfile, drafts: bool = False, overhead: float | None = None) -> StepCost:
-        """`drafts`: there is a layer that proposes tokens, and takes all rows, at once or some steps later. `overhead` replaces what the
-        device's profile says."""
+    def of(
+        shape: ModelShape, device: DeviceProfile, drafts: bool = False, overhead: float | None = None
+    ) -> StepCost:
+        """`drafts`: there is a layer that proposes tokens, and takes all rows, at once or some steps later.
+        `overhead` replaces what the device's profile says."""
         kernels = KERNELS * device.gap if overhead is None else 0.0  # of one layer
         return StepCost(
             kernels * shape.layers if overhead is None else overhead,
@@ -150,9 +168,12 @@ class StepCost:
             drafts * 2 * shape.kept_parameters / device.flops,
         )
 
-    def seconds(self, rows: int, tokens: int, pairs: int, passes: int = 0, absorbed: Sequence[int] = ()) -> float:
-        """Of a step with so many rows whose requests have so many tokens; `pairs`: the sum over all rows of what each attends to; `passes`:
-        over what proposes tokens; `absorbed`: rows of each pass over it that proposes none."""
+    def seconds(
+        self, rows: int, tokens: int, pairs: int, passes: int = 0, absorbed: Sequence[int] = ()
+    ) -> float:
+        """Of a step with so many rows whose requests have so many tokens; `pairs`: the sum over all rows of
+        what each attends to; `passes`: over what proposes tokens; `absorbed`: rows of each pass over it that
+        proposes none."""
         computed = max(self.weights, self.row * rows) + max(self.token * tokens, self.pair * pairs)
         absorbing = sum(max(self.extend, self.absorbed_row * number) for number in absorbed)
         return self.overhead + computed + passes * self.draft_pass + absorbing

@@ -1,7 +1,9 @@
-"""A device that computes nothing: it answers plans as one would whose text is known, and accepts drafts at random by a curve's rates.
+"""A device that computes nothing: it answers plans as one would whose text is known, and accepts drafts at
+random by a curve's rates.
 
-For simulations of the scheduler and the cache (simulator.py). It sees plans alone, as a runner does, and answers at once what a
-device would have written by the time somebody reads it. Trees are accepted like chains of the same depth.
+For simulations of the scheduler and the cache (simulator.py). It sees plans alone, as a runner does, and
+answers at once what a device would have written by the time somebody reads it. Trees are accepted like chains
+of the same depth.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from mtpserve.spec.sizes import draft_sizes
 
 T = TypeVar("T")
 CURVE = "glm-5.2-mtp"  # unless the options name one
-OPTIONS = ("speculative_algorithm", "speculative_num_steps", "speculative_synthetic_acceptance")  # that matter here
+# that matter here
+OPTIONS = ("speculative_algorithm", "speculative_num_steps", "speculative_synthetic_acceptance")
 AFTER_THE_END = 0  # the token that follows a text
 
 
@@ -32,12 +35,15 @@ def passes(spec: SpecConfig) -> int:
 
 
 def named(spec: SpecConfig, has_mtp: bool) -> SpecConfig:
-    """With a drafter: the one that is named, or MTP where the model has a layer of its own. Raises ConfigError where options need one and
-    there is none."""
+    """With a drafter: the one that is named, or MTP where the model has a layer of its own. Raises
+    ConfigError where options need one and there is none."""
     if spec.named:
         return spec
     if not has_mtp and spec.asked:
-        raise ConfigError(f"--{spec.asked[0].replace('_', '-')} needs something that drafts: --speculative-algorithm names it")
+        raise ConfigError(
+            f"--{spec.asked[0].replace('_', '-')} needs something that drafts: "
+            f"--speculative-algorithm names it"
+        )
     return spec.drafting_with("MTP" if has_mtp else NONE)
 
 
@@ -55,7 +61,8 @@ class Speaker:
 
 
 class SimulatedDevice:
-    """`answers`: the text of each request by its id; the caller adds and removes them. `rates`: of acceptance, depth by depth."""
+    """`answers`: the text of each request by its id; the caller adds and removes them. `rates`: of
+    acceptance, depth by depth."""
 
     def __init__(self, sizes: DraftSizes, rates: Sequence[float] = (), seed: int = 0) -> None:
         self.sizes, self.want = sizes, sizes.steps
@@ -70,8 +77,11 @@ class SimulatedDevice:
         return cls(draft_sizes(spec, budget), curve.rates(spec.steps), seed)
 
     def limited(self, scheduler: Callable[..., T]) -> Callable[..., T]:
-        """A scheduler's class, told how many drafts a request may bring to a step, and how many of its rows may wait to be absorbed."""
-        return partial(scheduler, max_drafts=self.sizes.nodes, max_deferred_tokens=self.sizes.max_deferred_tokens)
+        """A scheduler's class, told how many drafts a request may bring to a step, and how many of its rows
+        may wait to be absorbed."""
+        return partial(
+            scheduler, max_drafts=self.sizes.nodes, max_deferred_tokens=self.sizes.max_deferred_tokens
+        )
 
     def prepare(self, req: Request, overlap: int) -> None:
         """What the engine tells the scheduler about a request's drafts."""
@@ -90,16 +100,21 @@ class SimulatedDevice:
         req_idx = self._seats[span.req_idx]
         accepted, tokens, drafts = 0, [], 0
         if span.samples:
-            # The plan has a bound where a step is in flight, and no draft beyond the last token that the request may have.
+            # The plan has a bound where a step is in flight, and no draft beyond the last token that the
+            # request may have.
             drafts = min(req_idx.waiting, span.num_draft_tokens)
             accepted = self._accepted(drafts)
             end = req_idx.committed + accepted + 1
             tokens = list(req_idx.answer[req_idx.committed : end])
             tokens += [AFTER_THE_END] * (accepted + 1 - len(tokens))
             req_idx.committed = end
-        req_idx.waiting = self.sizes.max_draft_tokens(draft_depth, True, span.max_draft_tokens) if span.drafts_next else 0
+        req_idx.waiting = (
+            self.sizes.max_draft_tokens(draft_depth, True, span.max_draft_tokens) if span.drafts_next else 0
+        )
         chain = list(range(drafts))
-        return SpanResult(tokens, accepted, req_idx.waiting, chain, chain, [0] * drafts, list(range(1, accepted + 1)))
+        return SpanResult(
+            tokens, accepted, req_idx.waiting, chain, chain, [0] * drafts, list(range(1, accepted + 1))
+        )
 
     def _accepted(self, drafts: int) -> int:
         for depth, rate in enumerate(self.rates[:drafts]):

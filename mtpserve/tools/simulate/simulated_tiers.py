@@ -1,7 +1,8 @@
-"""Tiers below a simulated device: how long pages take between device, host memory and disk, and what the disk has. Which pages move,
-engine/pages/tiers says, as it does for a real device; no byte moves.
+"""Tiers below a simulated device: how long pages take between device, host memory and disk, and what the disk
+has. Which pages move, engine/pages/tiers says, as it does for a real device; no byte moves.
 
-Each way is a link of its own on which pages follow each other: to the host, to the device, to the disk, from the disk.
+Each way is a link of its own on which pages follow each other: to the host, to the device, to the disk, from
+the disk.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class SimulatedTransfers:
 
     def start(self, transfers: Sequence[Transfer], now: float) -> None:
         for transfer in transfers:
-            end = self._free_at[transfer.kind] = max(now, self._free_at[transfer.kind]) + self._seconds[transfer.kind]
+            end = self._free_at[transfer.kind] = (
+                max(now, self._free_at[transfer.kind]) + self._seconds[transfer.kind]
+            )
             heapq.heappush(self._moving, (end, transfer.number, transfer))
 
     def ended(self, now: float) -> list[Transferred]:
@@ -80,4 +83,6 @@ class SimulatedTransfers:
     def _outcome(self, transfer: Transfer) -> bool:
         if self._disk is None or transfer.kind in ("save", "load"):
             return True
-        return (self._disk.write if transfer.kind == "spill" else self._disk.read)(transfer.group, transfer.key)
+        return (self._disk.write if transfer.kind == "spill" else self._disk.read)(
+            transfer.group, transfer.key
+        )

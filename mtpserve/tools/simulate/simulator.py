@@ -1,10 +1,13 @@
-"""The scheduler and its cache against a device that is not there, in simulated time: what hit rate and which times to the first token a
-trace gives with a pool. The scheduler is the real one, and so are pages and keys; tokens are known in advance and no model runs.
+"""The scheduler and its cache against a device that is not there, in simulated time: what hit rate and which
+times to the first token a trace gives with a pool. The scheduler is the real one, and so are pages and keys;
+tokens are known in advance and no model runs.
 
-    conversations ─ arrivals ─→ scheduler.plan ─→ tools/simulate/simulated: what is committed ─→ scheduler.commit ─→ the next turn arrives
+    conversations ─ arrivals ─→ scheduler.plan ─→ tools/simulate/simulated: what is committed ─→
+    scheduler.commit ─→ the next turn arrives
                                       └─────────→ costs.StepCost: how long it takes
 
-As in the engine, `overlap` steps are in flight while the next one is planned. Planning takes no time, and clients none to send.
+As in the engine, `overlap` steps are in flight while the next one is planned. Planning takes no time, and
+clients none to send.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from mtpserve.tools.simulate.simulated_tiers import PageTimes, SimulatedDisk, Si
 from mtpserve.tools.simulate.traces import TraceConversation, TraceTurn
 
 SAME = StepCost()  # of every step
-SHARE_OF_CONTEXT = 8  # as in runtime/memory.py, which imports torch: requests that run at once fill this part of the context
+# as in runtime/memory.py, which imports torch: requests that run at once fill this part of the context
+SHARE_OF_CONTEXT = 8
 
 
 @dataclass(slots=True)
@@ -47,7 +51,8 @@ class Simulated:
     requests: int = 0
     finished: int = 0
     left: int = 0  # whose clients did not wait for the end
-    refused: int = 0  # that no pool of this size, or no context of this length, ever holds; their conversations end there
+    # that no pool of this size, or no context of this length, ever holds; their conversations end there
+    refused: int = 0
     prompt_tokens: int = 0  # of requests that got a first token
     cached_tokens: int = 0  # of these, found in the cache
     findable_tokens: int = 0  # of these, that a pool without an end would have had
@@ -58,8 +63,10 @@ class Simulated:
     preemptions: int = 0
     pages_peak: int = 0  # held at once
     seconds: float = 0.0
-    first_token: list[float] = field(default_factory=list)  # seconds from each request's arrival to its first token
-    between_tokens: list[float] = field(default_factory=list)  # mean seconds between the tokens of each request that finished
+    # seconds from each request's arrival to its first token
+    first_token: list[float] = field(default_factory=list)
+    # mean seconds between the tokens of each request that finished
+    between_tokens: list[float] = field(default_factory=list)
 
     @property
     def hit_rate(self) -> float:
@@ -89,16 +96,29 @@ class InSimulation:
 
 
 class Simulation:
-    """`scheduler` works on `pages`, with tiers below them if there are `transfers`. `watch` is called after each step was planned.
-    `num_cached_tokens`: a prefix cache is used. One run each."""
+    """`scheduler` works on `pages`, with tiers below them if there are `transfers`. `watch` is called after
+    each step was planned. `num_cached_tokens`: a prefix cache is used. One run each."""
 
     def __init__(
-        self, scheduler: Scheduler, pages: PageGroups, device: SimulatedDevice, cost: StepCost = SAME, *, overlap: int = 0,
-        context: int = 1 << 30, cached: bool = True, transfers: SimulatedTransfers | None = None, policy: DepthPolicy | None = None,
+        self, scheduler: Scheduler, pages: PageGroups, device: SimulatedDevice, cost: StepCost = SAME, *,
+        overlap: int = 0,
+        context: int = 1 << 30, cached: bool = True, transfers: SimulatedTransfers | None = None,
+        policy: DepthPolicy | None = None,
         watch: Callable[[ScheduledStep], None] = lambda planned: None,
     ) -> None:  # fmt: skip
-        self.scheduler, self.pages, self.now, self.result = scheduler, pages, 0.0, Simulated(seats=scheduler.num_free_slots)
-        self._device, self._cost, self._overlap, self._cached, self._watch = device, cost, overlap, cached, watch
+        self.scheduler, self.pages, self.now, self.result = (
+            scheduler,
+            pages,
+            0.0,
+            Simulated(seats=scheduler.num_free_slots),
+        )
+        self._device, self._cost, self._overlap, self._cached, self._watch = (
+            device,
+            cost,
+            overlap,
+            cached,
+            watch,
+        )
         self._transfers, self._policy = transfers, policy
         self._longest = min(context, pages.capacity(device.sizes.num_lookahead_tokens(overlap)))
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap
@@ -154,22 +174,31 @@ class Simulation:
             req = self._sequence(conversation, turn, prompt, max_len)
             self._device.answers[req.id] = turn.answer
             self.scheduler.add(req)
-            self._live[req.id] = InSimulation(req, conversation, number, copy == 0, self.now, self._findable(req))
+            self._live[req.id] = InSimulation(
+                req, conversation, number, copy == 0, self.now, self._findable(req)
+            )
             if turn.patience is not None:
                 self._at(self.now + turn.patience, partial(self._leave, req.id))
 
-    def _sequence(self, conversation: TraceConversation, turn: TraceTurn, prompt: list[int], max_len: int) -> RequestState:
+    def _sequence(
+        self, conversation: TraceConversation, turn: TraceTurn, prompt: list[int], max_len: int
+    ) -> RequestState:
         sampling = self._sampling.get(conversation.priority)
         if sampling is None:
             sampling = self._sampling[conversation.priority] = SamplingParams(priority=conversation.priority)
         start = root(b"", conversation.salt) if self._cached else None
-        req = RequestState(f"r{self.result.requests}", list(prompt), len(prompt), sampling, max_len, seed=0, hash_root=start)
+        req = RequestState(
+            f"r{self.result.requests}", list(prompt), len(prompt), sampling, max_len, seed=0, hash_root=start
+        )
         self._device.prepare(req, self._overlap)
         return req
 
     def _findable(self, req: RequestState) -> int:
         """Tokens of a prompt that some request before it had, or just has."""
-        num_hit_blocks = next((column for column, key in enumerate(req.block_hashes) if key not in self._seen), len(req.block_hashes))
+        num_hit_blocks = next(
+            (column for column, key in enumerate(req.block_hashes) if key not in self._seen),
+            len(req.block_hashes),
+        )
         self._seen.update(req.block_hashes[num_hit_blocks:])
         return min(num_hit_blocks * self.pages.page_size, req.num_prompt_tokens - 1)
 
@@ -189,7 +218,9 @@ class Simulation:
         """As Engine.step."""
         if self._in_flight and self.scheduler.must_wait():
             self._book(leave=0)
-        planned = self.scheduler.plan(self._device.want if self._policy is None else self._policy.choose(self.scheduler.running))
+        planned = self.scheduler.plan(
+            self._device.want if self._policy is None else self._policy.choose(self.scheduler.running)
+        )
         self._watch(planned)
         going = bool(planned.reqs) or self.scheduler.moving or bool(planned.plan.transfers)
         if going:
@@ -221,7 +252,9 @@ class Simulation:
             pairs += width * span.start + width * width // 2
         late = sum(span.num_deferred_tokens for span in plan.spans)
         now = sum(span.num_rows for span in plan.spans if not span.defers_kv)
-        return rows, self._cost.seconds(rows, tokens, pairs, passes_of(plan), [part for part in (late, now) if part])
+        return rows, self._cost.seconds(
+            rows, tokens, pairs, passes_of(plan), [part for part in (late, now) if part]
+        )
 
     def _book(self, leave: int) -> None:
         while len(self._in_flight) > leave:
@@ -256,7 +289,10 @@ class Simulation:
             result.between_tokens.append((self.now - live.began) / (req.num_output_tokens - 1))
         conversation, following = live.conversation, live.turn + 1
         if live.leads and following < len(conversation.turns):
-            self._at(self.now + conversation.turns[following].pause, partial(self._ask, conversation, following, req.tokens))
+            self._at(
+                self.now + conversation.turns[following].pause,
+                partial(self._ask, conversation, following, req.tokens),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +305,26 @@ class TierSizes:
 
 
 def simulation_of(
-    config: EngineConfig, pool_tokens: int, context: int, cost: StepCost, *, overlap: int = 1, below: TierSizes | None = None
+    config: EngineConfig,
+    pool_tokens: int,
+    context: int,
+    cost: StepCost,
+    *,
+    overlap: int = 1,
+    below: TierSizes | None = None,
 ) -> Simulation:
-    """Of a server with these options and a pool of so many tokens. Raises ConfigError for options that no engine starts with."""
+    """Of a server with these options and a pool of so many tokens. Raises ConfigError for options that no
+    engine starts with."""
     scheduler, page_size, budget = config.scheduler, config.cache.page_size, config.scheduler.step_tokens
     device = SimulatedDevice.of(config.spec, budget, scheduler.random_seed or 0)
     rows, lookahead = device.sizes.rows_per_step, device.sizes.num_lookahead_tokens(overlap)
     check(budget >= rows, "chunked_prefill_size", budget, f"at least {rows}, the rows of one request")
-    check(pool_tokens // page_size * page_size >= lookahead + 2, "pool_tokens", pool_tokens, f"at least {lookahead + 2 + page_size}")
+    check(
+        pool_tokens // page_size * page_size >= lookahead + 2,
+        "pool_tokens",
+        pool_tokens,
+        f"at least {lookahead + 2 + page_size}",
+    )
     crowd = min(scheduler.most_running(config.spec.nodes + 1), pool_tokens * SHARE_OF_CONTEXT // context)
     seats = scheduler.max_running_requests or max(1, crowd)
     pages = PageGroups([None], [pool_tokens // page_size], page_size, budget)
@@ -286,7 +334,17 @@ def simulation_of(
         disk = None if below.disk is None else SimulatedDisk(below.disk)
         tiers, transfers = Tiers(pages, [below.host], disk), SimulatedTransfers(below.times, disk)
     policy = DepthPolicy(device.sizes, config.spec.steps) if config.spec.adaptive else None
-    device_scheduler = device.limited(Scheduler)(pages, max_running=seats, token_budget=budget, eos_ids=(), service=service, tiers=tiers)
+    device_scheduler = device.limited(Scheduler)(
+        pages, max_running=seats, token_budget=budget, eos_ids=(), service=service, tiers=tiers
+    )
     return Simulation(
-        device_scheduler, pages, device, cost, overlap=overlap, context=context, cached=cached, transfers=transfers, policy=policy
+        device_scheduler,
+        pages,
+        device,
+        cost,
+        overlap=overlap,
+        context=context,
+        cached=cached,
+        transfers=transfers,
+        policy=policy,
     )

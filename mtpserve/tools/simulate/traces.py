@@ -1,8 +1,9 @@
 """Who asks what and when: conversations from files in Mooncake's and ShareGPT's formats, and random ones.
 
     Mooncake    {"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [...]}, one object per line; an id stands for 512
-                tokens together with all before them (https://github.com/kvcache-ai/Mooncake). What was generated has no ids, so nobody
-                finds it here: where a service's next turn does, its hit rate is higher.
+                tokens together with all before them (https://github.com/kvcache-ai/Mooncake). What was
+                generated has no ids, so nobody finds it here: where a service's next turn does, its hit rate
+                is higher.
     ShareGPT    [{"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}, …]}, …]; it has no times.
 
 Where there is no tokenizer, four characters are one token.
@@ -37,7 +38,8 @@ class TraceTurn:
     pause: float = 0.0  # seconds between the end of the turn before it and its arrival
     patience: float | None = None  # seconds after which the client leaves; None: it stays
     copies: int = 1  # choices: requests with this prompt, of which the first goes on
-    more: int = 0  # tokens beyond the answer's that the client would take; then the answer ends with a stop token
+    # tokens beyond the answer's that the client would take; then the answer ends with a stop token
+    more: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,12 @@ class TraceConversation:
     priority: int = 0
 
 
-def read_trace(file: str, *, rate: float, pause: float = 0.0, slowdown: float = 1.0, limit: int | None = None, encode: Encode | None = None,
+def read_trace(file: str, *, rate: float, pause: float = 0.0, slowdown: float = 1.0, limit: int | None = None,
+    encode: Encode | None = None,
                seed: int = 0) -> list[TraceConversation]:  # fmt: skip
-    """In the order of arrival. `rate`: conversations per second, and `pause`: seconds before each further turn, where the file has no
-    times; `slowdown`: of the file's. `limit`: conversations that are read. Raises ConfigError with the file and the line."""
+    """In the order of arrival. `rate`: conversations per second, and `pause`: seconds before each further
+    turn, where the file has no times; `slowdown`: of the file's. `limit`: conversations that are read. Raises
+    ConfigError with the file and the line."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -96,10 +100,15 @@ def _mooncake(file: str, text: str, slowdown: float, limit: int | None) -> Itera
         time, length, output, ids = _entry(f"--trace {file}, line {line}", entry)
         blocks = [numbers.setdefault(hash_id, len(numbers)) for hash_id in ids]
         if len(numbers) > MOST_IDS:
-            raise ConfigError(f"--trace {file}, line {line}: more than {MOST_IDS} different hash_ids: read less of it by --num-prompts")
+            raise ConfigError(
+                f"--trace {file}, line {line}: more than {MOST_IDS} different hash_ids: read less "
+                f"of it by --num-prompts"
+            )
         # Nothing else has these tokens: negative ones, of which each answer has its own.
         first = -(1 + next(others) % MOST_ANSWERS) * (1 << 12)
-        yield TraceConversation(time / 1000 * slowdown, [TraceTurn(Blocks(blocks, length), range(first, first + output))])
+        yield TraceConversation(
+            time / 1000 * slowdown, [TraceTurn(Blocks(blocks, length), range(first, first + output))]
+        )
 
 
 def _entry(where: str, entry: str) -> tuple[float, int, int, list[int]]:
@@ -108,20 +117,31 @@ def _entry(where: str, entry: str) -> tuple[float, int, int, list[int]]:
     except ValueError as error:
         raise ConfigError(f"{where}: is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: must be an object with {', '.join(LENGTHS)} and hash_ids, got {type(value).__name__}")
+        raise ConfigError(
+            f"{where}: must be an object with {', '.join(LENGTHS)} and hash_ids, got {type(value).__name__}"
+        )
     for name in LENGTHS:
         least = 0 if name == "timestamp" else 1
-        if type(value.get(name)) not in ((int, float) if name == "timestamp" else (int,)) or not least <= value[name] < 1 << 40:
-            raise ConfigError(f"{where}: {name} must be a number of at least {least}, got {value.get(name)!r}")
+        if (
+            type(value.get(name)) not in ((int, float) if name == "timestamp" else (int,))
+            or not least <= value[name] < 1 << 40
+        ):
+            raise ConfigError(
+                f"{where}: {name} must be a number of at least {least}, got {value.get(name)!r}"
+            )
     ids, length = value.get("hash_ids"), value["input_length"]
     if not isinstance(ids, list) or not all(type(hash_id) is int for hash_id in ids):
         raise ConfigError(f"{where}: hash_ids must be a list of whole numbers")
     if len(ids) != -(-length // BLOCK):
-        raise ConfigError(f"{where}: hash_ids must have {-(-length // BLOCK)} ids for {length} tokens of input, got {len(ids)}")
+        raise ConfigError(
+            f"{where}: hash_ids must have {-(-length // BLOCK)} ids for {length} tokens of input, "
+            f"got {len(ids)}"
+        )
     return value["timestamp"], length, value["output_length"], ids
 
 
-def _sharegpt(file: str, text: str, rate: float, pause: float, limit: int | None, encode: Encode, random: Random
+def _sharegpt(file: str, text: str, rate: float, pause: float, limit: int | None, encode: Encode,
+    random: Random
               ) -> Iterator[TraceConversation]:  # fmt: skip
     try:
         entries = json.loads(text)
@@ -154,10 +174,12 @@ def _turns(where: str, entry: Any, pause: float, encode: Encode) -> Iterator[Tra
             said = [*said, *tokens]
 
 
-def random_trace(conversations: int, seed: int = 0, *, rate: float = 1.0, prompt: int = 64, output: int = 12, priorities: int = 1,
+def random_trace(conversations: int, seed: int = 0, *, rate: float = 1.0, prompt: int = 64, output: int = 12,
+    priorities: int = 1,
                  stop: int | None = None) -> Iterator[TraceConversation]:  # fmt: skip
-    """Conversations of one to four turns, in the order of arrival: half begin with one of eight system prompts, some have a salt, some
-    clients leave, some ask for several choices. `prompt` and `output`: mean lengths. `stop`: a token that ends texts early."""
+    """Conversations of one to four turns, in the order of arrival: half begin with one of eight system
+    prompts, some have a salt, some clients leave, some ask for several choices. `prompt` and `output`: mean
+    lengths. `stop`: a token that ends texts early."""
     random, at, fresh = Random(seed), 0.0, count(1 << 20, 1 << 10)
     shared = [range(i << 10, (i << 10) + random.randint(1, 3 * prompt)) for i in range(8)]
 
@@ -185,4 +207,6 @@ def random_trace(conversations: int, seed: int = 0, *, rate: float = 1.0, prompt
                     length(output) if ends else 0,
                 )
             )
-        yield TraceConversation(at, turns, random.choice(("", "", "", "a", "b")), random.randrange(priorities))
+        yield TraceConversation(
+            at, turns, random.choice(("", "", "", "a", "b")), random.randrange(priorities)
+        )

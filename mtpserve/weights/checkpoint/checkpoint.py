@@ -1,7 +1,9 @@
-"""A directory of safetensors files, or one GGUF file: all headers are read when it is opened, each tensor when it is asked for.
+"""A directory of safetensors files, or one GGUF file: all headers are read when it is opened, each tensor
+when it is asked for.
 
-Independent of models. Format: https://github.com/huggingface/safetensors#format, checked here by hand, so that a truncated or
-half-downloaded file is reported within milliseconds and in plain words. GGUF is read by gguf.py.
+Independent of models. Format: https://github.com/huggingface/safetensors#format, checked here by hand, so
+that a truncated or half-downloaded file is reported within milliseconds and in plain words. GGUF is read by
+gguf.py.
 
     | header length: 8 bytes | header: JSON, name → dtype, shape, data_offsets | data ... |
 """
@@ -26,8 +28,30 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # the format's own limit
-BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
-BITS |= {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "C64": 64}
+BITS = {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
+}
+BITS |= {
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U64": 64,
+    "U32": 32,
+    "U16": 16,
+    "U8": 8,
+    "BOOL": 8,
+    "C64": 64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +62,24 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
-        """Reads the index, if there is one, and every file's header. Raises LoadError naming the file and the tensor."""
+        """Reads the index, if there is one, and every file's header. Raises LoadError naming the file and the
+        tensor."""
         directory = Path(directory)
         if directory.suffix == SUFFIX:
             from mtpserve.weights.checkpoint.gguf import gguf_entries
 
             return cls(directory, dict(gguf_entries(directory)))
         if not directory.is_dir():
-            raise LoadError(f"{directory}: no such directory; a checkpoint is a directory with config.json and *.safetensors")
+            raise LoadError(
+                f"{directory}: no such directory; a checkpoint is a directory with config.json and "
+                f"*.safetensors"
+            )
         index = directory / INDEX
         return cls(directory, _indexed(index) if index.is_file() else _all_files(directory))
 
     def tensor(self, name: str) -> Tensor:
-        """On the CPU, memory-mapped from the file and read on first access. Do not write to it; copy it. What GGUF quantises is float32."""
+        """On the CPU, memory-mapped from the file and read on first access. Do not write to it; copy it. What
+        GGUF quantises is float32."""
         from safetensors import SafetensorError
 
         file = self.tensors[name].file
@@ -93,11 +122,16 @@ def _indexed(index: Path) -> dict[str, TensorEntry]:
             raise LoadError(f"{index}: {tensor} is listed in {shard!r}, which is not a file name")
         if not path.is_file():
             others = sum(other == shard for other in files.values()) - 1
-            raise LoadError(f"{path}: this file is missing; {INDEX} names it for {tensor} and {others} other tensors")
+            raise LoadError(
+                f"{path}: this file is missing; {INDEX} names it for {tensor} and {others} other tensors"
+            )
         shards[shard] = read_header(path)
     for name, shard in files.items():
         if name not in shards[shard]:
-            raise LoadError(f"{index.parent / shard}: {name} is missing in this file, although {INDEX} says that it is there")
+            raise LoadError(
+                f"{index.parent / shard}: {name} is missing in this file, although {INDEX} says "
+                f"that it is there"
+            )
     return {name: shards[shard][name] for name, shard in files.items()}
 
 
@@ -108,13 +142,19 @@ def _all_files(directory: Path) -> dict[str, TensorEntry]:
     for path in paths:
         for name, entry in read_header(path).items():
             if name in entries:
-                raise LoadError(f"{path}: {name} is also in {entries[name].file.name}, and there is no {INDEX} that says which one counts")
+                raise LoadError(
+                    f"{path}: {name} is also in {entries[name].file.name}, and there is no {INDEX} "
+                    f"that says which one counts"
+                )
             entries[name] = entry
     if paths:
         return entries
     pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern))
     if pickles:
-        raise LoadError(f"{directory}: only pickled weights here ({pickles[0]}), which can run code when loaded: convert to safetensors")
+        raise LoadError(
+            f"{directory}: only pickled weights here ({pickles[0]}), which can run code when "
+            f"loaded: convert to safetensors"
+        )
     raise LoadError(f"{directory}: no *.safetensors file in this directory")
 
 
@@ -127,22 +167,29 @@ def read_header(path: Path) -> Mapping[str, TensorEntry]:
         raise LoadError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-@lru_cache(maxsize=1024)  # a plan is made several times, and large models' headers, of 90,000 tensors, take seconds to read
+# a plan is made several times, and large models' headers, of 90,000 tensors, take seconds to read
+@lru_cache(maxsize=1024)
 def _header(path: Path, size: int, changed: int, inode: int) -> Mapping[str, TensorEntry]:
     """`changed`, `inode`: so that a file that was written anew is read anew."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
-                raise LoadError(f"{path}: is not a safetensors file, or a truncated one ({size} bytes){_looks_like(path)}")
+                raise LoadError(
+                    f"{path}: is not a safetensors file, or a truncated one ({size} bytes){_looks_like(path)}"
+                )
             header = json.loads(file.read(length))
     except ValueError as error:
-        raise LoadError(f"{path}: is not a safetensors file: its header is not valid JSON{_looks_like(path)}") from error
+        raise LoadError(
+            f"{path}: is not a safetensors file: its header is not valid JSON{_looks_like(path)}"
+        ) from error
     if not isinstance(header, dict):
         raise LoadError(f"{path}: is not a safetensors file: its header is not a JSON object")
     entries = {name: _entry(path, name, value) for name, value in header.items() if name != "__metadata__"}
     _check_layout(path, entries.items(), size - 8 - length)
-    return MappingProxyType({name: replace(entry, start=8 + length + entry.start) for name, entry in entries.items()})
+    return MappingProxyType(
+        {name: replace(entry, start=8 + length + entry.start) for name, entry in entries.items()}
+    )
 
 
 def _entry(path: Path, name: str, value: Any) -> TensorEntry:
@@ -155,7 +202,9 @@ def _entry(path: Path, name: str, value: Any) -> TensorEntry:
     if dtype not in BITS:
         raise LoadError(f"{path}: {name} has the unknown dtype {dtype!r}; known: {', '.join(BITS)}")
     if math.prod(shape) * BITS[dtype] != (end - start) * 8:
-        raise LoadError(f"{path}: {name} of shape {list(shape)} and dtype {dtype} cannot take {end - start} bytes")
+        raise LoadError(
+            f"{path}: {name} of shape {list(shape)} and dtype {dtype} cannot take {end - start} bytes"
+        )
     return TensorEntry(path, dtype, shape, start, end - start)
 
 
@@ -164,12 +213,20 @@ def _check_layout(path: Path, entries: Iterable[tuple[str, TensorEntry]], availa
     position = 0
     for name, entry in sorted(entries, key=lambda item: (item[1].start, item[1].size)):
         if entry.start != position:
-            raise LoadError(f"{path}: {name} starts at byte {entry.start} of the data, the tensor before it ends at {position}")
+            raise LoadError(
+                f"{path}: {name} starts at byte {entry.start} of the data, the tensor before it "
+                f"ends at {position}"
+            )
         position += entry.size
         if position > available:
-            raise LoadError(f"{path}: is truncated: {name} ends at byte {position} of the data, the file has only {available}")
+            raise LoadError(
+                f"{path}: is truncated: {name} ends at byte {position} of the data, the file has "
+                f"only {available}"
+            )
     if position != available:
-        raise LoadError(f"{path}: {available - position} bytes follow after the last tensor; the file is damaged")
+        raise LoadError(
+            f"{path}: {available - position} bytes follow after the last tensor; the file is damaged"
+        )
 
 
 def _looks_like(path: Path) -> str:

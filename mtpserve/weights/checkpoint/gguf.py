@@ -1,6 +1,8 @@
-"""The tensors of a GGUF file under the names and in the order of rows that Hugging Face's checkpoints have; dequantised when they are read.
+"""The tensors of a GGUF file under the names and in the order of rows that Hugging Face's checkpoints have;
+dequantised when they are read.
 
-One tensor of the file may be many here: all experts of a layer are stored as one. Types by the package gguf (llama.cpp's own), in numpy.
+One tensor of the file may be many here: all experts of a layer are stored as one. Types by the package gguf
+(llama.cpp's own), in numpy.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
-PAIRED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}  # and how many heads these have
+# and how many heads these have
+PAIRED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -68,7 +71,8 @@ class GGUFFile:
 
 
 def unpaired(tensor: Tensor, heads: int) -> Tensor:
-    """Rows of `heads` heads from llama.cpp's order to Hugging Face's: numbers 2i and 2i + 1 of a head to i and i + half."""
+    """Rows of `heads` heads from llama.cpp's order to Hugging Face's: numbers 2i and 2i + 1 of a head to i
+    and i + half."""
     return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
@@ -79,19 +83,32 @@ def gguf_entries(path: Path) -> Iterator[tuple[str, GGUFEntry]]:
     for tensor in header.tensors:
         dtype, size = _stored(header, tensor)
         if tensor.start + size > header.size:
-            raise LoadError(f"{path}: is truncated: {tensor.name} ends at byte {tensor.start + size}, the file has only {header.size}")
+            raise LoadError(
+                f"{path}: is truncated: {tensor.name} ends at byte {tensor.start + size}, the file "
+                f"has only {header.size}"
+            )
         if tensor.name == ROPE_FACTORS:
             continue
         name, heads = _name(layout, tensor.name), _heads(header, layout, tensor.name)
-        shape = (1, *tensor.shape) if name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1 else tensor.shape
+        shape = (
+            (1, *tensor.shape)
+            if name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1
+            else tensor.shape
+        )
         if "{}" not in name:
             yield name, GGUFEntry(path, dtype, shape, tensor.start, size, heads)
             continue
         if len(shape) != 3:
-            raise LoadError(f"{path}: {tensor.name} must have three dimensions, the experts' number first, got {list(shape)}")
+            raise LoadError(
+                f"{path}: {tensor.name} must have three dimensions, the experts' number first, got "
+                f"{list(shape)}"
+            )
         for expert in range(shape[0]):
             expert_size = size // shape[0]
-            yield name.format(expert), GGUFEntry(path, dtype, shape[1:], tensor.start + expert * expert_size, expert_size)
+            yield (
+                name.format(expert),
+                GGUFEntry(path, dtype, shape[1:], tensor.start + expert * expert_size, expert_size),
+            )
 
 
 def _name(layout: GGUFLayout, name: str) -> str:
@@ -119,12 +136,20 @@ def _stored(header: GGUFHeader, tensor: GGUFTensor) -> tuple[str, int]:
     try:
         kind = GGMLQuantizationType(tensor.kind)
     except ValueError:
-        raise LoadError(f"{header.path}: {tensor.name} has type {tensor.kind}, which the installed gguf does not know") from None
+        raise LoadError(
+            f"{header.path}: {tensor.name} has type {tensor.kind}, which the installed gguf does not know"
+        ) from None
     if not _dequantised(kind):
-        raise LoadError(f"{header.path}: {tensor.name} is stored as {kind.name}, which is not supported; supported: {', '.join(_types())}")
+        raise LoadError(
+            f"{header.path}: {tensor.name} is stored as {kind.name}, which is not supported; "
+            f"supported: {', '.join(_types())}"
+        )
     numbers, block = GGML_QUANT_SIZES[kind]
     if not tensor.shape or tensor.shape[-1] % numbers:
-        raise LoadError(f"{header.path}: {tensor.name} of shape {list(tensor.shape)} cannot be {kind.name}, in blocks of {numbers}")
+        raise LoadError(
+            f"{header.path}: {tensor.name} of shape {list(tensor.shape)} cannot be {kind.name}, in "
+            f"blocks of {numbers}"
+        )
     return kind.name, math.prod(tensor.shape) // numbers * block
 
 

@@ -17,21 +17,31 @@ REALS, BOOLS = ("rms_norm_eps", "routed_scaling_factor"), ("norm_topk_prob",)
 ENDS = ("eos", "eot", "eom")  # of a text, a turn, a message
 # What changes a model's arithmetic in ways that no family here computes, unless it is zero.
 FOREIGN = (
-    "attention.sliding_window", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale",
-    "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual",
-    "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_attn_factor", "expert_group_count",
+    "attention.sliding_window", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias",
+    "attention.temperature_scale",
+    "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "residual_scale", "embedding_scale",
+    "use_parallel_residual",
+    "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_attn_factor",
+    "expert_group_count",
 )  # fmt: skip
-NEUTRAL = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "expert_group_count")  # where they are one
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # in all that Meta has published
+# where they are one
+NEUTRAL = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "expert_group_count")
+# in all that Meta has published
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def layout_of(header: GGUFHeader) -> GGUFLayout:
     """Raises UnsupportedModel, or LoadError where the file does not say."""
     name = header.get("general.architecture", str)
     if name not in LAYOUTS:
-        raise UnsupportedModel(f'{header.path}: general.architecture = "{name}" is not supported; supported: {", ".join(LAYOUTS)}')
+        raise UnsupportedModel(
+            f'{header.path}: general.architecture = "{name}" is not supported; supported: '
+            f"{', '.join(LAYOUTS)}"
+        )
     if (parts := header.get("split.count", int, 1)) > 1:
-        raise UnsupportedModel(f"{header.path}: is one of {parts} parts; `llama-gguf-split --merge` makes one file of them")
+        raise UnsupportedModel(
+            f"{header.path}: is one of {parts} parts; `llama-gguf-split --merge` makes one file of them"
+        )
     return LAYOUTS[name]
 
 
@@ -74,9 +84,16 @@ def _refuse(header: GGUFHeader, start: str, layout: GGUFLayout) -> None:
     for key in foreign:
         value = header.metadata.get(start + key)
         if value and not (value == 1 and key in NEUTRAL):
-            raise UnsupportedModel(f"{header.path}: {start}{key} = {value} is not supported; supported: none, or 0")
-    if (values := header.metadata.get(start + "attention.value_length")) != (keys := header.metadata.get(start + "attention.key_length")):
-        raise UnsupportedModel(f"{header.path}: {start}attention.value_length = {values} is not supported; supported: key_length = {keys}")
+            raise UnsupportedModel(
+                f"{header.path}: {start}{key} = {value} is not supported; supported: none, or 0"
+            )
+    if (values := header.metadata.get(start + "attention.value_length")) != (
+        keys := header.metadata.get(start + "attention.key_length")
+    ):
+        raise UnsupportedModel(
+            f"{header.path}: {start}attention.value_length = {values} is not supported; supported: "
+            f"key_length = {keys}"
+        )
 
 
 def _rows(header: GGUFHeader, tensors: dict[str, GGUFTensor], name: str) -> int:
@@ -91,31 +108,44 @@ def _ends(header: GGUFHeader) -> list[str]:
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """Of matrices in 32 or 16 bits their own; quantised ones have fewer bits than bfloat16, from which most were made."""
+    """Of matrices in 32 or 16 bits their own; quantised ones have fewer bits than bfloat16, from which most
+    were made."""
     kinds = {tensor.kind for tensor in header.tensors if len(tensor.shape) > 1}
     return "float32" if kinds == {F32} else "float16" if kinds <= {F32, F16} else "bfloat16"
 
 
-def _rope(header: GGUFHeader, start: str, layout: GGUFLayout, dim: int, tensors: dict[str, GGUFTensor]) -> dict[str, Any]:
+def _rope(
+    header: GGUFHeader, start: str, layout: GGUFLayout, dim: int, tensors: dict[str, GGUFTensor]
+) -> dict[str, Any]:
     """`rope_theta`, `partial_rotary_factor`, and `rope_scaling` where there is one."""
     theta = shortest(header.get(start + "rope.freq_base", float, 10000.0))
     if not 0 < theta < math.inf:
         raise LoadError(f"{header.path}: {start}rope.freq_base must be a number above 0, got {theta}")
     rotated = header.get(start + "rope.dimension_count", int, dim)
     if layout.paired and rotated != dim:
-        raise UnsupportedModel(f"{header.path}: {start}rope.dimension_count = {rotated} is not supported; supported: {dim}, a whole head")
+        raise UnsupportedModel(
+            f"{header.path}: {start}rope.dimension_count = {rotated} is not supported; supported: "
+            f"{dim}, a whole head"
+        )
     values: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": rotated / dim}
     kind = header.get(start + "rope.scaling.type", str, "linear")  # as llama.cpp reads it
-    factor = header.get(start + "rope.scaling.factor", float, header.get(start + "rope.scale_linear", float, 0.0))
+    factor = header.get(
+        start + "rope.scaling.factor", float, header.get(start + "rope.scale_linear", float, 0.0)
+    )
     if ROPE_FACTORS in tensors:
         return values | {"rope_scaling": _llama3(header, theta, rotated, tensors[ROPE_FACTORS])}
     if kind == "none" or not factor:
         return values
     if kind not in ("linear", "yarn"):
-        raise UnsupportedModel(f'{header.path}: {start}rope.scaling.type = "{kind}" is not supported; supported: none, linear, yarn')
+        raise UnsupportedModel(
+            f'{header.path}: {start}rope.scaling.type = "{kind}" is not supported; supported: none, '
+            f"linear, yarn"
+        )
     scaling: dict[str, Any] = {"rope_type": kind, "factor": shortest(factor)}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = header.get(start + "rope.scaling.original_context_length", int)
+        scaling["original_max_position_embeddings"] = header.get(
+            start + "rope.scaling.original_context_length", int
+        )
         for name in ("beta_fast", "beta_slow"):
             if header.has(key := f"{start}rope.scaling.yarn_{name}"):
                 scaling[name] = shortest(header.get(key, float))
@@ -123,8 +153,8 @@ def _rope(header: GGUFHeader, start: str, layout: GGUFLayout, dim: int, tensors:
 
 
 def _llama3(header: GGUFHeader, theta: float, dim: int, tensor: GGUFTensor) -> dict[str, Any]:
-    """The file has a factor for each frequency instead of the numbers that they were computed from, which are the same in all of Meta's
-    models but for one. Raises UnsupportedModel where they give other factors."""
+    """The file has a factor for each frequency instead of the numbers that they were computed from, which are
+    the same in all of Meta's models but for one. Raises UnsupportedModel where they give other factors."""
     pairs = dim // 2
     if tensor.kind != F32 or tensor.shape != (pairs,) or not pairs or tensor.start + 4 * pairs > header.size:
         raise LoadError(f"{header.path}: {tensor.name} must be {pairs} numbers in float32")
@@ -133,11 +163,15 @@ def _llama3(header: GGUFHeader, theta: float, dim: int, tensor: GGUFTensor) -> d
         factors = struct.unpack(f"<{pairs}f", file.read(4 * pairs))
     scaling = {"rope_type": "llama3", "factor": shortest(max(factors)), **LLAMA3}
     wavelengths = [2 * math.pi * theta ** (2 * pair / dim) for pair in range(pairs)]
-    matches = (math.isclose(factor, llama3_factor(wave, scaling), rel_tol=1e-3) for factor, wave in zip(factors, wavelengths, strict=True))
+    matches = (
+        math.isclose(factor, llama3_factor(wave, scaling), rel_tol=1e-3)
+        for factor, wave in zip(factors, wavelengths, strict=True)
+    )
     if not (min(factors) > 0 and all(matches)):
         constants = ", ".join(f"{name} = {value:g}" for name, value in LLAMA3.items())
         raise UnsupportedModel(
-            f"{header.path}: {tensor.name} is not supported; supported: the factors of Llama 3's scaling with {constants}"
+            f"{header.path}: {tensor.name} is not supported; supported: the factors of Llama 3's "
+            f"scaling with {constants}"
         )
     return scaling
 

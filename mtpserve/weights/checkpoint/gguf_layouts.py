@@ -1,6 +1,8 @@
-"""llama.cpp's architectures: their names of tensors and keys, and those of Hugging Face's checkpoints, which family files know.
+"""llama.cpp's architectures: their names of tensors and keys, and those of Hugging Face's checkpoints, which
+family files know.
 
-Sources: gguf's constants.py and tensor_mapping.py, and llama.cpp's convert_hf_to_gguf.py, which made the files.
+Sources: gguf's constants.py and tensor_mapping.py, and llama.cpp's convert_hf_to_gguf.py, which made the
+files.
 """
 
 from __future__ import annotations
@@ -53,14 +55,19 @@ EXPERT_KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-DEFAULTS: dict[str, object] = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "norm_topk_prob": False}
+DEFAULTS: dict[str, object] = {
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 0,
+    "norm_topk_prob": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFLayout:
-    """`keys`: config.json's → the file's, without its architecture; those in DEFAULTS may be missing. `set`: config.json's, for which
-    the file has no keys. `paired`: the file has each head's rows of queries and keys in pairs that are rotated together; in Hugging
-    Face's checkpoints the second of each pair is half a head later."""
+    """`keys`: config.json's → the file's, without its architecture; those in DEFAULTS may be missing. `set`:
+    config.json's, for which the file has no keys. `paired`: the file has each head's rows of queries and keys
+    in pairs that are rotated together; in Hugging Face's checkpoints the second of each pair is half a head
+    later."""
 
     architecture: str
     names: Mapping[str, str]
@@ -80,7 +87,12 @@ LAYOUTS = {
         {"norm_topk_prob": False},
     ),
     "qwen3": GGUFLayout("Qwen3ForCausalLM", BLOCK | HEAD_NORMS, KEYS),
-    "qwen3moe": GGUFLayout("Qwen3MoeForCausalLM", {**BLOCK, **HEAD_NORMS, **EXPERTS}, KEYS | EXPERT_KEYS, {"norm_topk_prob": True}),
+    "qwen3moe": GGUFLayout(
+        "Qwen3MoeForCausalLM",
+        {**BLOCK, **HEAD_NORMS, **EXPERTS},
+        KEYS | EXPERT_KEYS,
+        {"norm_topk_prob": True},
+    ),
     "glm4moe": GGUFLayout(
         "Glm4MoeForCausalLM",
         {**BLOCK, **HEAD_NORMS, **EXPERTS, **NEXTN, "post_attention_norm": "post_attention_layernorm"}

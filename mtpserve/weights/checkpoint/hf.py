@@ -1,7 +1,8 @@
-"""config.json and generation_config.json as Hugging Face writes them, read with plain json: transformers takes seconds to import. A GGUF
-file's metadata is read as the config.json that the file was made from.
+"""config.json and generation_config.json as Hugging Face writes them, read with plain json: transformers
+takes seconds to import. A GGUF file's metadata is read as the config.json that the file was made from.
 
-Not a schema: a family reads the keys that it uses, and every error names the file, the key, its value and what is accepted.
+Not a schema: a family reads the keys that it uses, and every error names the file, the key, its value and
+what is accepted.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def read_config(directory: str | Path) -> HFConfig:
 
         return gguf_config(directory)
     if not directory.is_dir():
-        raise LoadError(f"{directory}: no such directory; a checkpoint is a directory with config.json and *.safetensors")
+        raise LoadError(
+            f"{directory}: no such directory; a checkpoint is a directory with config.json and *.safetensors"
+        )
     path = directory / "config.json"
     if not path.is_file():
         raise LoadError(f"{directory}: no config.json in this directory")
@@ -36,7 +39,11 @@ def read_config(directory: str | Path) -> HFConfig:
     text_config = HFConfig(path, config.values | config.section("text_config").values)
     # Where layers are listed block by block, newer versions of transformers do not count them.
     blocks = text_config.raw("layers_block_type")
-    return text_config.with_default("num_hidden_layers", len(blocks)) if isinstance(blocks, list) else text_config
+    return (
+        text_config.with_default("num_hidden_layers", len(blocks))
+        if isinstance(blocks, list)
+        else text_config
+    )
 
 
 def _read_object(path: Path) -> HFConfig:
@@ -52,7 +59,8 @@ def _read_object(path: Path) -> HFConfig:
 
 
 def dtype(config: HFConfig) -> str:
-    """The checkpoint's: `dtype`, in older files `torch_dtype`; float32 if neither is set, as in transformers."""
+    """The checkpoint's: `dtype`, in older files `torch_dtype`; float32 if neither is set, as in
+    transformers."""
     name = "dtype" if config.has("dtype") else "torch_dtype"
     value = config.get_str(name, "float32").removeprefix("torch.")
     config.require(value in DTYPES, name, f"one of {', '.join(DTYPES)}")
@@ -60,13 +68,17 @@ def dtype(config: HFConfig) -> str:
 
 
 def eos_ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
-    """The ids that end a text: generation_config.json's, else config.json's. Raises LoadError if there are none, or one ≥ `vocab`."""
+    """The ids that end a text: generation_config.json's, else config.json's. Raises LoadError if there are
+    none, or one ≥ `vocab`."""
     generation = config.path.parent / "generation_config.json"
     for source in [_read_object(generation)] if generation.is_file() and config.path.suffix != SUFFIX else []:
         if source.has("eos_token_id"):
             return _ids(source, vocab)
     if not config.has("eos_token_id"):
-        raise LoadError(f"{config.path}: eos_token_id is missing here and in generation_config.json, it must be an id or a list of ids")
+        raise LoadError(
+            f"{config.path}: eos_token_id is missing here and in generation_config.json, it must be "
+            f"an id or a list of ids"
+        )
     return _ids(config, vocab)
 
 
@@ -79,8 +91,8 @@ def _ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
 
 
 def quantization(config: HFConfig) -> str:
-    """The method by which the config says that weights are quantised, or none; checked, see schemes.py. Which matrices are is said by
-    their tensors, not by this."""
+    """The method by which the config says that weights are quantised, or none; checked, see schemes.py. Which
+    matrices are is said by their tensors, not by this."""
     section = quantization_section(config)
     if not section.values:
         return "none"
@@ -98,16 +110,21 @@ def quantization_section(config: HFConfig) -> HFConfig:
 
 
 def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> RopeArch:
-    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` in older files: none, default, linear, llama3 or yarn.
+    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` in older files: none, default, linear,
+    llama3 or yarn.
 
-    `dim`, of a head, and `interleaved` come from the family: most configs have no key for them. `part` of a head's numbers are rotated
-    where `partial_rotary_factor` says nothing else.
+    `dim`, of a head, and `interleaved` come from the family: most configs have no key for them. `part` of a
+    head's numbers are rotated where `partial_rotary_factor` says nothing else.
     """
     name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
     section = config.section(name)
     if section.get_bool("mrope_interleaved", False):
         # Of text alone the three parts of a position are equal.
-        section = HFConfig(section.path, {k: v for k, v in section.values.items() if not k.startswith("mrope")}, section.prefix)
+        section = HFConfig(
+            section.path,
+            {k: v for k, v in section.values.items() if not k.startswith("mrope")},
+            section.prefix,
+        )
     if any(isinstance(value, dict) for value in section.values.values()):
         raise config.unsupported(name, "one set of numbers for all layers")
     theta = section.get_float("rope_theta", None, above=0)
@@ -119,7 +136,11 @@ def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> Ro
         raise section.unsupported(kind_key, ", ".join(SCALINGS))
     where = section if section.has("partial_rotary_factor") else config
     rotated = int(dim * where.get_float("partial_rotary_factor", part, above=0))
-    where.require(2 <= rotated <= dim and rotated % 2 == 0, "partial_rotary_factor", f"such that an even part of a head's {dim} is rotated")
+    where.require(
+        2 <= rotated <= dim and rotated % 2 == 0,
+        "partial_rotary_factor",
+        f"such that an even part of a head's {dim} is rotated",
+    )
     return RopeArch(rotated, theta, interleaved, SCALINGS[kind](config, section))
 
 
@@ -141,7 +162,9 @@ def _yarn(config: HFConfig, section: HFConfig) -> YarnArch:
     if gain is not None:
         # The gain itself instead of the mscale from which it is computed: gain = 0.1 mscale ln(factor) + 1.
         if all_dim or factor <= 1:
-            raise section.unsupported("attention_factor", "none together with mscale_all_dim, or with a factor of 1 or less")
+            raise section.unsupported(
+                "attention_factor", "none together with mscale_all_dim, or with a factor of 1 or less"
+            )
         mscale = (gain - 1) / (0.1 * math.log(factor))
     length = section.get_int("original_max_position_embeddings", None, at_least=1)
     return YarnArch(

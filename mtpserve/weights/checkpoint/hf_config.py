@@ -20,7 +20,8 @@ REQUIRED: Any = object()  # the default of a key that must be present; None is a
 
 @dataclass(frozen=True, slots=True)
 class HFConfig:
-    """One JSON object of the file `path`; `prefix` is "section." for a nested one. A key whose value is null counts as absent."""
+    """One JSON object of the file `path`; `prefix` is "section." for a nested one. A key whose value is null
+    counts as absent."""
 
     path: Path
     values: dict[str, Any]
@@ -31,7 +32,9 @@ class HFConfig:
 
     def get_int(self, name: str, default: T = REQUIRED, *, at_least: int | None = None) -> int | T:
         wanted = "an integer" if at_least is None else f"an integer of at least {at_least}"
-        return self._get(name, default, wanted, lambda v: type(v) is int and (at_least is None or v >= at_least))
+        return self._get(
+            name, default, wanted, lambda v: type(v) is int and (at_least is None or v >= at_least)
+        )
 
     def get_float(self, name: str, default: T = REQUIRED, *, above: float | None = None) -> float | T:
         wanted = "a number" if above is None else f"a number above {above:g}"
@@ -63,12 +66,16 @@ class HFConfig:
     def require(self, good: bool, name: str, wanted: str) -> None:
         """Raises LoadError about key `name` unless `good`; for checks that depend on several keys."""
         if not good:
-            raise LoadError(f"{self.path}: {self.prefix}{name} must be {wanted}, got {json.dumps(self.values.get(name))}")
+            raise LoadError(
+                f"{self.path}: {self.prefix}{name} must be {wanted}, got {json.dumps(self.values.get(name))}"
+            )
 
     def unsupported(self, name: str, supported: str) -> UnsupportedModel:
         """The error for a valid value that is not implemented."""
         value = json.dumps(self.values.get(name))
-        return UnsupportedModel(f"{self.path}: {self.prefix}{name} = {value} is not supported; supported: {supported}")
+        return UnsupportedModel(
+            f"{self.path}: {self.prefix}{name} = {value} is not supported; supported: {supported}"
+        )
 
     def _get(self, name: str, default: T, wanted: str, good: Callable[[Any], bool]) -> T | Any:
         if self.has(name):

@@ -1,8 +1,8 @@
-"""Models by name: `org/name`, an id on Hugging Face's hub, becomes the directory to which huggingface_hub has downloaded it; what means a
-GGUF file becomes its path.
+"""Models by name: `org/name`, an id on Hugging Face's hub, becomes the directory to which huggingface_hub has
+downloaded it; what means a GGUF file becomes its path.
 
-huggingface_hub's environment variables apply: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE. Files in its cache are not downloaded
-again. Only safetensors, JSON and templates are downloaded; no pickles, no code.
+huggingface_hub's environment variables apply: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE. Files in its
+cache are not downloaded again. Only safetensors, JSON and templates are downloaded; no pickles, no code.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ BELOW = "*/*"  # subdirectories hold other formats, or the same weights again
 
 
 def fetched(config: EngineConfig, download: bool = True, headers: Path | None = None) -> EngineConfig:
-    """`config` with directories and files in place of names; the API's name of the model stays as given. Not `download`: only from the
-    cache, and where the model is not there, with an empty directory `headers`, its configs and headers. Of a draft model numbers are
-    read, too: it must be there.
+    """`config` with directories and files in place of names; the API's name of the model stays as given. Not
+    `download`: only from the cache, and where the model is not there, with an empty directory `headers`, its
+    configs and headers. Of a draft model numbers are read, too: it must be there.
 
     Raises LoadError naming the id.
     """
@@ -39,7 +39,11 @@ def fetched(config: EngineConfig, download: bool = True, headers: Path | None = 
     if local_path is not None:
         model = replace(model, model=local_path, served_model_name=model.names)
     if model.tokenizer is not None:
-        text = directory_of(model.tokenizer, TOKENIZER, None, *where[1:3], None) if is_id(model.tokenizer) else gguf_file(model.tokenizer)
+        text = (
+            directory_of(model.tokenizer, TOKENIZER, None, *where[1:3], None)
+            if is_id(model.tokenizer)
+            else gguf_file(model.tokenizer)
+        )
         model = replace(model, tokenizer=text or model.tokenizer)
     if (draft := spec.checkpoint) is not None:
         files = TOKENIZER if model.load_format == "dummy" else WEIGHTS
@@ -52,14 +56,27 @@ def is_id(name: str) -> bool:
     return ID.fullmatch(name) is not None and not Path(name).exists()
 
 
-def directory_of(name: str, files: tuple[str, ...], revision: str | None, cache: str | None, download: bool, headers: Path | None) -> str:
-    from huggingface_hub import is_offline_mode, snapshot_download  # not at the top: it imports an HTTP client
+def directory_of(
+    name: str,
+    files: tuple[str, ...],
+    revision: str | None,
+    cache: str | None,
+    download: bool,
+    headers: Path | None,
+) -> str:
+    # not at the top: it imports an HTTP client
+    from huggingface_hub import is_offline_mode, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     if headers is not None and not is_offline_mode():
         with suppress(LocalEntryNotFoundError):
             snapshot: str = snapshot_download(
-                name, revision=revision, cache_dir=cache, allow_patterns=list(files), ignore_patterns=BELOW, local_files_only=True
+                name,
+                revision=revision,
+                cache_dir=cache,
+                allow_patterns=list(files),
+                ignore_patterns=BELOW,
+                local_files_only=True,
             )
             if any(file.suffix == ".safetensors" for file in Path(snapshot).iterdir()):
                 return snapshot
@@ -67,12 +84,19 @@ def directory_of(name: str, files: tuple[str, ...], revision: str | None, cache:
         if headers is not None and not is_offline_mode():
             return read_headers(name, revision, headers / name.replace("/", "--"))
         directory: str = snapshot_download(
-            name, revision=revision, cache_dir=cache, allow_patterns=list(files), ignore_patterns=BELOW, local_files_only=not download
+            name,
+            revision=revision,
+            cache_dir=cache,
+            allow_patterns=list(files),
+            ignore_patterns=BELOW,
+            local_files_only=not download,
         )
     except RevisionNotFoundError as error:
         raise LoadError(f"{name}: the hub has no revision {revision!r} of it") from error
     except RepositoryNotFoundError as error:
-        raise LoadError(f"{name}: no such directory, and no such model on the hub; a private one needs HF_TOKEN") from error
+        raise LoadError(
+            f"{name}: no such directory, and no such model on the hub; a private one needs HF_TOKEN"
+        ) from error
     except LocalEntryNotFoundError as error:
         why = "the hub cannot be reached" if download else f"it is not downloaded: `hf download {name}`"
         if download and is_offline_mode():
@@ -84,17 +108,21 @@ def directory_of(name: str, files: tuple[str, ...], revision: str | None, cache:
 
 
 def read_headers(name: str, revision: str | None, directory: Path) -> str:
-    """Configs, and of each file of weights as much as its header takes: the rest of it is a hole, which takes no room on the disk. Raises
-    what the hub's library raises."""
+    """Configs, and of each file of weights as much as its header takes: the rest of it is a hole, which takes
+    no room on the disk. Raises what the hub's library raises."""
     from huggingface_hub import HfApi, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
     def part(file: str, end: int) -> tuple[bytes, int]:
         """The first `end` bytes, and how many there are."""
         url = hf_hub_url(name, file, revision=info.sha)
-        answer = get_session().get(url, headers=build_hf_headers() | {"Range": f"bytes=0-{end - 1}"}, follow_redirects=True)
+        answer = get_session().get(
+            url, headers=build_hf_headers() | {"Range": f"bytes=0-{end - 1}"}, follow_redirects=True
+        )
         hf_raise_for_status(answer)
-        return answer.content, int(answer.headers.get("Content-Range", f"/{len(answer.content)}").rpartition("/")[2])
+        return answer.content, int(
+            answer.headers.get("Content-Range", f"/{len(answer.content)}").rpartition("/")[2]
+        )
 
     info = HfApi().model_info(name, revision=revision or "main")
     directory.mkdir(parents=True, exist_ok=True)

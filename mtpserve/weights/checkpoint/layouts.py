@@ -1,10 +1,12 @@
-"""The names of a checkpoint's MTP layers, from its tensors and not its config: the config may count layers that are missing, or none.
+"""The names of a checkpoint's MTP layers, from its tensors and not its config: the config may count layers
+that are missing, or none.
 
-DeepSeek (and GLM, Bailing …): `model.layers.{L}.` onwards, right after the trunk's L layers. MiMo: `model.mtp_layers.{i}.`, MiMo-V2:
-`model.mtp.layers.{i}.`. Ernie numbers its parts, not its layers: `model.mtp_block.{i}.`, `model.mtp_emb_norm.{i}.` and so on. Qwen3-Next
-and later ones: `mtp.`, with a decoder layer `mtp.layers.{i}.` for each. Nemotron-H: `mtp.`, with `mtp.layers.{i}.` for each of the two
-blocks of a layer; the first has what fuses. DeepSeek-V4: `mtp.{i}.`.
-A trunk layer and DeepSeek's MTP layer share most names; only the tensors of the fusion (FUSING) differ.
+DeepSeek (and GLM, Bailing …): `model.layers.{L}.` onwards, right after the trunk's L layers. MiMo:
+`model.mtp_layers.{i}.`, MiMo-V2: `model.mtp.layers.{i}.`. Ernie numbers its parts, not its layers:
+`model.mtp_block.{i}.`, `model.mtp_emb_norm.{i}.` and so on. Qwen3-Next and later ones: `mtp.`, with a decoder
+layer `mtp.layers.{i}.` for each. Nemotron-H: `mtp.`, with `mtp.layers.{i}.` for each of the two blocks of a
+layer; the first has what fuses. DeepSeek-V4: `mtp.{i}.`. A trunk layer and DeepSeek's MTP layer share most
+names; only the tensors of the fusion (FUSING) differ.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class MTPLayout:
 
 
 def mtp_layers(names: Iterable[str], num_layers: int) -> MTPLayout | None:
-    """The layers whose tensors exist, whatever the config says. None if there are none: see `why_no_mtp` for the error."""
+    """The layers whose tensors exist, whatever the config says. None if there are none: see `why_no_mtp` for
+    the error."""
     names = list(names)
     for kind, (pattern, prefix) in LAYOUTS.items():
         if numbers := numbers_in(re.compile(pattern), names):
@@ -71,7 +74,8 @@ def configured_layers(config: HFConfig) -> tuple[str, int] | None:
 
 
 def dummy_layers(config: HFConfig, published: int) -> MTPLayout | None:
-    """The config's count of MTP layers, for a model without tensors; the prefixes are the module's own. `published`: if it has none."""
+    """The config's count of MTP layers, for a model without tensors; the prefixes are the module's own.
+    `published`: if it has none."""
     configured = configured_layers(config)
     count = published if configured is None else configured[1]
     return MTPLayout("dummy", ("mtp_head.",) * count) if count > 0 else None
@@ -83,14 +87,18 @@ def why_no_mtp(config: HFConfig, num_layers: int) -> str:
     configured = configured_layers(config)
     if configured is None or configured[1] == 0:
         return f"the checkpoint has no MTP layer: neither its config nor its tensors ({expected}) name one"
-    return f"the checkpoint has no MTP layer: its config says {configured[0]} = {configured[1]}, but there are no tensors {expected}"
+    return (
+        f"the checkpoint has no MTP layer: its config says {configured[0]} = {configured[1]}, but there "
+        f"are no tensors {expected}"
+    )
 
 
 def nextn_prefix(names: Iterable[str], num_layers: int) -> str:
     """The prefix of the MTP layer in a separately published NextN checkpoint; `num_layers` is the trunk's L.
 
-    Newer exports renumber it to `model.layers.0.`, older ones keep `model.layers.{L}.`. Either may contain embed_tokens and
-    shared_head.head, copies of the trunk's that are not loaded. A whole model's directory works too. Raises LoadError.
+    Newer exports renumber it to `model.layers.0.`, older ones keep `model.layers.{L}.`. Either may contain
+    embed_tokens and shared_head.head, copies of the trunk's that are not loaded. A whole model's directory
+    works too. Raises LoadError.
     """
     layers = {int(hit[1]) for name in names if (hit := NUMBERED.fullmatch(name))}
     for layer in (num_layers, 0):
@@ -98,6 +106,7 @@ def nextn_prefix(names: Iterable[str], num_layers: int) -> str:
             return f"model.layers.{layer}."
     other = f"; it has one at model.layers.{min(layers)}." if layers else ""
     raise LoadError(
-        f"the NextN checkpoint has no MTP layer for a trunk of {num_layers} layers: neither model.layers.{num_layers}.eh_proj.weight "
+        f"the NextN checkpoint has no MTP layer for a trunk of {num_layers} layers: neither "
+        f"model.layers.{num_layers}.eh_proj.weight "
         f"nor model.layers.0.eh_proj.weight is there{other}"
     )

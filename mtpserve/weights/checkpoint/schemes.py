@@ -1,5 +1,6 @@
-"""What a config says of how weights are quantised. Which matrices are, and in what form, their tensors say: see formats.py. So this is a
-check, which names what is not supported before anything is read, and the two facts that tensors do not show."""
+"""What a config says of how weights are quantised. Which matrices are, and in what form, their tensors say:
+see formats.py. So this is a check, which names what is not supported before anything is read, and the two
+facts that tensors do not show."""
 
 from __future__ import annotations
 
@@ -25,14 +26,17 @@ STRATEGIES: dict[tuple[str, int], tuple[str, ...]] = {
     ("int", 4): ("channel", "group"),
 }
 FORMATS = (
-    "dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
+    "dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "mxfp4-pack-quantized",
+    "mxfp8-quantized",
     "mixed-precision",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    below: int = 1  # GPTQ: how much less than the zeros its second number format stores: 1 in the first version, 0 in the second
+    # GPTQ: how much less than the zeros its second number format stores: 1 in the first version, 0 in the
+    # second
+    below: int = 1
     act_order: bool = False  # GPTQ: columns may belong to groups out of order
 
 
@@ -50,7 +54,10 @@ def check(section: HFConfig) -> None:
     CHECKS[method](section)
     caches = section.raw("kv_cache_scheme") or section.raw("kv_cache_quant_algo")
     if caches:
-        log.info("%s: its scales of keys and values are not used: --kv-cache-dtype says how those are stored", section.path)
+        log.info(
+            "%s: its scales of keys and values are not used: --kv-cache-dtype says how those are stored",
+            section.path,
+        )
 
 
 def _fp8(section: HFConfig) -> None:
@@ -74,7 +81,11 @@ def _compressed(section: HFConfig) -> None:
             raise weights.unsupported("num_bits", ", ".join(f"{bits} ({name})" for name, bits in STRATEGIES))
         if weights.get_str("strategy", None) not in (None, *STRATEGIES[kind]):
             raise weights.unsupported("strategy", ", ".join(STRATEGIES[kind]))
-        if weights.raw("strategy") == "block" and weights.raw("block_structure") not in (BLOCK, "128x128", None):
+        if weights.raw("strategy") == "block" and weights.raw("block_structure") not in (
+            BLOCK,
+            "128x128",
+            None,
+        ):
             raise weights.unsupported("block_structure", str(BLOCK))
     if section.section("sparsity_config").get_str("format", "dense") != "dense":
         raise section.section("sparsity_config").unsupported("format", "dense")

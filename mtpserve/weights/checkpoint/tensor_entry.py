@@ -10,7 +10,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """`dtype` as the format writes it: BF16, F8_E4M3, Q4_K; `start` is the tensor's first byte in the file, `size` in bytes."""
+    """`dtype` as the format writes it: BF16, F8_E4M3, Q4_K; `start` is the tensor's first byte in the file,
+    `size` in bytes."""
 
     file: Path
     dtype: str

@@ -1,4 +1,5 @@
-"""What a response is made from: the conversation for the model, and its items as /v1/responses/{id}/input_items lists them.
+"""What a response is made from: the conversation for the model, and its items as
+/v1/responses/{id}/input_items lists them.
 
 Both are all that came before and the request's own input, instructions left out: they are not inherited.
 """
@@ -33,7 +34,10 @@ def given(before: Stored | None, new_input: str | list[InputItem]) -> ResponseIn
     if before is None:
         return ResponseInput(messages_of(new_input), list(listed(new_input, set())))
     history = [*before.items, *map(answered, before.object.output)]
-    return ResponseInput([*before.conversation, *messages_of(new_input)], [*history, *listed(new_input, {item.id for item in history})])
+    return ResponseInput(
+        [*before.conversation, *messages_of(new_input)],
+        [*history, *listed(new_input, {item.id for item in history})],
+    )
 
 
 def listed(new_input: str | list[InputItem], taken: set[str]) -> Iterator[objects.ListedItem]:
@@ -47,16 +51,31 @@ def listed(new_input: str | list[InputItem], taken: set[str]) -> Iterator[object
 def listed_item(item: InputItem, id: str) -> objects.ListedItem:
     match item.type:
         case "reasoning":
-            return objects.ReasoningItem(id, "completed", [], [objects.ReasoningText(text) for text in texts(item.content)])
+            return objects.ReasoningItem(
+                id, "completed", [], [objects.ReasoningText(text) for text in texts(item.content)]
+            )
         case "function_call":
             around = UNSET if item.namespace is None else item.namespace
             name, arguments = item.name or "", item.arguments or ""
-            return objects.CallItem(id=id, status="completed", call_id=item.call_id or "", namespace=around, name=name, arguments=arguments)
+            return objects.CallItem(
+                id=id,
+                status="completed",
+                call_id=item.call_id or "",
+                namespace=around,
+                name=name,
+                arguments=arguments,
+            )
         case "function_call_output":
-            output = item.output if isinstance(item.output, str) else [objects.InputText(text) for text in texts(item.output)]
+            output = (
+                item.output
+                if isinstance(item.output, str)
+                else [objects.InputText(text) for text in texts(item.output)]
+            )
             return objects.CallOutputItem(id, "completed", item.call_id or "", output)
     part = objects.OutputText if item.role == "assistant" else objects.InputText
-    return objects.ListedMessage(id, "completed", item.role or "user", [part(text) for text in texts(item.content)])
+    return objects.ListedMessage(
+        id, "completed", item.role or "user", [part(text) for text in texts(item.content)]
+    )
 
 
 def texts(content: str | Iterable[TextPart] | None) -> list[str]:
@@ -72,7 +91,9 @@ def answered(item: objects.AnyItem) -> objects.ListedItem:
     return item
 
 
-def page(items: list[objects.ListedItem], order: Order, limit: int, after: str | None, before: str | None) -> objects.ItemList:
+def page(
+    items: list[objects.ListedItem], order: Order, limit: int, after: str | None, before: str | None
+) -> objects.ItemList:
     """The next `limit` items of the list in its order, or the last ones in front of `before`."""
     ordered = items if order == "asc" else items[::-1]
     places = {item.id: index for index, item in enumerate(ordered)}

@@ -1,4 +1,5 @@
-"""The answer of /v1/responses while it grows: the response, what of it is stored, and its stream of events."""
+"""The answer of /v1/responses while it grows: the response, what of it is stored, and its stream of
+events."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Members = dict[str, tuple[str, str]]  # as Offer has them
 
 @dataclass(slots=True)
 class ResponseAnswer:
-    """One response while it grows. `only_prompt`: nothing is written, and all of it is that its prompt was computed."""
+    """One response while it grows. `only_prompt`: nothing is written, and all of it is that its prompt was
+    computed."""
 
     id: str
     body: ResponsesRequest
@@ -50,16 +52,26 @@ class ResponseAnswer:
         return self.generation.choices[0]
 
     def keep(self) -> None:
-        said = [spoken(self.choice)] if any(block.text or block.kind == "call" for block in self.choice.blocks) else []
+        said = (
+            [spoken(self.choice)]
+            if any(block.text or block.kind == "call" for block in self.choice.blocks)
+            else []
+        )
         for store in self.stores:
-            store.put(self.id, Stored(self.object(), [*self.made_from.conversation, *said], self.made_from.items))
+            store.put(
+                self.id, Stored(self.object(), [*self.made_from.conversation, *said], self.made_from.items)
+            )
 
     def finished(self) -> None:
         if self.only_prompt:
             self.choice.blocks.clear()
         full: objects.Status = "completed" if self.only_prompt else "incomplete"
         # None: the client left.
-        endings: dict[Finish | None, objects.Status] = {Finish.LENGTH: full, Finish.ABORT: "cancelled", None: "cancelled"}
+        endings: dict[Finish | None, objects.Status] = {
+            Finish.LENGTH: full,
+            Finish.ABORT: "cancelled",
+            None: "cancelled",
+        }
         self.status = endings.get(self.choice.finish, "completed")
         self.keep()
 
@@ -82,7 +94,9 @@ class ResponseAnswer:
             status=self.status,
             background=False,
             error=self.error,
-            incomplete_details=objects.Incomplete("max_output_tokens") if self.status == "incomplete" else None,
+            incomplete_details=objects.Incomplete("max_output_tokens")
+            if self.status == "incomplete"
+            else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             model=choice.service.model,
@@ -105,18 +119,23 @@ class ResponseAnswer:
     def usage(self) -> objects.ResponseUsage:
         prompt, output = len(self.choice.request.prompt), len(self.choice.tokens)
         details = objects.OutputDetails(self.choice.reasoning_tokens)
-        return objects.ResponseUsage(prompt, objects.InputDetails(self.choice.cached_tokens), output, details, prompt + output)
+        return objects.ResponseUsage(
+            prompt, objects.InputDetails(self.choice.cached_tokens), output, details, prompt + output
+        )
 
 
 def spoken(choice: Choice) -> ChatMessage:
-    """The answer as the conversation goes on from it, without calls that were cut off: templates could not write them."""
+    """The answer as the conversation goes on from it, without calls that were cut off: templates could not
+    write them."""
     calls = [
         MessageToolCall(id=block.call_id, function=CalledFunction(name=block.name, arguments=block.text))
         for block in choice.calls
         if block.arguments() is not None
     ]
     reasoning = choice.text("reasoning") or None
-    return ChatMessage(role="assistant", content=choice.text(), reasoning_content=reasoning, tool_calls=calls or None)
+    return ChatMessage(
+        role="assistant", content=choice.text(), reasoning_content=reasoning, tool_calls=calls or None
+    )
 
 
 def part(block: Block) -> objects.OutputText | objects.ReasoningText:
@@ -132,7 +151,9 @@ def item(block: Block, status: objects.Status, members: Members) -> objects.AnyI
             return objects.ReasoningItem(id, status, [], [objects.ReasoningText(block.text)])
         case "call":
             around, name = members.get(block.name, (UNSET, block.name))
-            return objects.CallItem(id=id, status=status, call_id=block.call_id, namespace=around, name=name, arguments=block.text)
+            return objects.CallItem(
+                id=id, status=status, call_id=block.call_id, namespace=around, name=name, arguments=block.text
+            )
 
 
 def item_id(block: Block) -> str:
@@ -154,7 +175,9 @@ class EventWriter:
         self._numbers = count()
 
     def event(self, kind: str, **more: Any) -> objects.ResponseEvent:
-        return objects.ResponseEvent(f"response.{kind}", next(self._numbers), stream_id=self.answer.stream_id, **more)
+        return objects.ResponseEvent(
+            f"response.{kind}", next(self._numbers), stream_id=self.answer.stream_id, **more
+        )
 
     def place(self, index: int) -> dict[str, Any]:
         block = self.answer.choice.blocks[index]
@@ -202,7 +225,10 @@ async def events(answer: ResponseAnswer) -> AsyncGenerator[list[objects.Response
                 opening: list[objects.ResponseEvent] = []
                 if not started:
                     started, empty = True, answer.object()
-                    opening = [writer.event("created", response=empty), writer.event("in_progress", response=empty)]
+                    opening = [
+                        writer.event("created", response=empty),
+                        writer.event("in_progress", response=empty),
+                    ]
                 added = [addition for _, _, grown in steps for addition in grown if not answer.only_prompt]
                 grown = [event for index, text in added for event in writer.grown(index, text)]
                 if some := [*opening, *grown]:

@@ -9,7 +9,15 @@ from pydantic import Field
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.chat import forms
 from mtpserve.server.chat.bodies import ChatRequest, SamplingFields
-from mtpserve.server.chat.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall, TextPart, TextParts, called
+from mtpserve.server.chat.conversation import (
+    MAX_MESSAGES,
+    CalledFunction,
+    ChatMessage,
+    MessageToolCall,
+    TextPart,
+    TextParts,
+    called,
+)
 from mtpserve.server.chat.offers import Offer
 from mtpserve.server.chat.tools import CHOICES, checked_name
 from mtpserve.server.http.errors import SHORT, Unsupported
@@ -18,10 +26,12 @@ from mtpserve.server.schema.fields import either
 from mtpserve.server.schema.shapes import SAMPLING, TEXT, Schema, needs
 from mtpserve.text.requests import check_text
 
-# Accepted, and never included: reasoning is not encrypted here, and the others are of tools that other servers run.
+# Accepted, and never included: reasoning is not encrypted here, and the others are of tools that other
+# servers run.
 NOTHING_TO_INCLUDE = frozenset(
     {
-        "reasoning.encrypted_content", "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+        "reasoning.encrypted_content", "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url", "file_search_call.results",
         "message.input_image.image_url", "web_search_call.action.sources", "web_search_call.results",
     }
 )  # fmt: skip
@@ -35,7 +45,11 @@ CALL = ("call_id", "name", "arguments")
 
 def parts(kinds: tuple[str, ...]) -> Schema:
     """What a text may be given as."""
-    part = {"type": "object", "properties": {"type": {"enum": list(kinds)}, "text": {"type": "string"}}, "required": ["type", "text"]}
+    part = {
+        "type": "object",
+        "properties": {"type": {"enum": list(kinds)}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    }
     return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
 
 
@@ -43,26 +57,43 @@ MEMBER = forms.closed({"type": {"const": "function"}, "defer_loading": {}} | for
 TOOL: Schema = {
     "anyOf": [
         MEMBER,
-        forms.kind("namespace", {"name": forms.FIELDS["name"], "tools": {"type": "array", "items": MEMBER}}, ["name", "tools"]),
-        {"type": "object", "properties": {"type": {"type": "string", "not": {"enum": ["function", "namespace"]}}}, "required": ["type"]},
+        forms.kind(
+            "namespace",
+            {"name": forms.FIELDS["name"], "tools": {"type": "array", "items": MEMBER}},
+            ["name", "tools"],
+        ),
+        {
+            "type": "object",
+            "properties": {"type": {"type": "string", "not": {"enum": ["function", "namespace"]}}},
+            "required": ["type"],
+        },
     ]
 }
 
 
 class InputItem(Strict):
-    """A message, the reasoning in front of the assistant's next one, a call that the assistant made, or what came of it."""
+    """A message, the reasoning in front of the assistant's next one, a call that the assistant made, or what
+    came of it."""
 
     shapes: ClassVar[dict[str, Schema]] = {"output": parts(TEXTS)}
     rules: ClassVar[tuple[Schema, ...]] = (
         {
             "anyOf": [
                 {
-                    "properties": {"type": {"const": "message"}, "role": {"type": "string"}, "content": parts(TEXTS)},
+                    "properties": {
+                        "type": {"const": "message"},
+                        "role": {"type": "string"},
+                        "content": parts(TEXTS),
+                    },
                     "required": ["role", "content"],
                 },
                 forms.kind("reasoning", {"content": forms.or_null(parts(THOUGHTS))}),
                 forms.kind("function_call", dict.fromkeys(CALL, forms.STRING), CALL),
-                forms.kind("function_call_output", {"call_id": forms.STRING, "output": parts(TEXTS)}, ("call_id", "output")),
+                forms.kind(
+                    "function_call_output",
+                    {"call_id": forms.STRING, "output": parts(TEXTS)},
+                    ("call_id", "output"),
+                ),
             ]
         },
     )
@@ -86,7 +117,8 @@ class EffortOptions(Strict):
 
 
 class TextOptions(Strict):
-    """`format` as in chat completions, but with the schema's fields beside its type. No template is told of `verbosity`."""
+    """`format` as in chat completions, but with the schema's fields beside its type. No template is told of
+    `verbosity`."""
 
     shapes: ClassVar[dict[str, Schema]] = {"format": forms.TEXT_FORMAT}
 
@@ -103,7 +135,10 @@ Input = Annotated[
 SOMETHING: Schema = {
     "anyOf": [
         {"required": ["input"], "properties": {"input": {"anyOf": [TEXT, {"type": "array", "minItems": 1}]}}},
-        *({"required": [name], "properties": {name: TEXT}} for name in ("instructions", "previous_response_id")),
+        *(
+            {"required": [name], "properties": {name: TEXT}}
+            for name in ("instructions", "previous_response_id")
+        ),
     ]
 }
 
@@ -114,7 +149,9 @@ class InputTokensRequest(Strict):
     column = "responses"
     shapes: ClassVar[dict[str, Schema]] = {
         "tools": {"items": TOOL},
-        "tool_choice": {"anyOf": [{"enum": list(CHOICES)}, forms.kind("function", {"name": forms.STRING}, ["name"])]},
+        "tool_choice": {
+            "anyOf": [{"enum": list(CHOICES)}, forms.kind("function", {"name": forms.STRING}, ["name"])]
+        },
         "chat_template_kwargs": forms.VARIABLES,
     }
     rules: ClassVar[tuple[Schema, ...]] = (SOMETHING, forms.DEMANDED)
@@ -144,7 +181,9 @@ class InputTokensRequest(Strict):
         return offer
 
     def chat(self, conversation: list[ChatMessage], offer: Offer) -> ChatRequest:
-        instructions = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
+        instructions = (
+            [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
+        )
         return ChatRequest.model_construct(
             messages=[*instructions, *conversation],
             model=self.model,
@@ -161,7 +200,10 @@ class InputTokensRequest(Strict):
         if not isinstance(choice, dict):
             return choice
         if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-            raise Unsupported("tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'name': ...}", "tool_choice")
+            raise Unsupported(
+                "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'name': ...}",
+                "tool_choice",
+            )
         return {"type": "function", "function": {"name": choice["name"]}}
 
 
@@ -213,22 +255,34 @@ class ResponsesRequest(InputTokensRequest, SamplingFields):
         text_format = None if self.text is None else self.text.format
         if text_format is None or text_format.get("type") != "json_schema":
             return text_format
-        return {"type": "json_schema", "json_schema": {name: value for name, value in text_format.items() if name != "type"}}
+        return {
+            "type": "json_schema",
+            "json_schema": {name: value for name, value in text_format.items() if name != "type"},
+        }
 
 
 def add_tool(offer: Offer, tool: dict[str, Any], place: str) -> None:
     """Where it is a function. The model knows those in a namespace by both names, with a dot between."""
     match tool.get("type"):
         case "function":
-            offer.add({name: value for name, value in tool.items() if name not in ("type", "defer_loading")}, place)
+            offer.add(
+                {name: value for name, value in tool.items() if name not in ("type", "defer_loading")}, place
+            )
         case "namespace":
             around, inside = checked_name(tool.get("name"), f"{place}.name"), tool.get("tools")
             if not isinstance(inside, list):
                 raise InvalidRequest(f"{place}: a namespace needs a name, and a list of tools", f"{place}")
             for index, member in enumerate(inside):
-                if not isinstance(member, dict) or member.get("type") != "function" or not isinstance(member.get("name"), str):
+                if (
+                    not isinstance(member, dict)
+                    or member.get("type") != "function"
+                    or not isinstance(member.get("name"), str)
+                ):
                     where = f"{place}.tools[{index}]"
-                    raise Unsupported(f"{where} must be a function with a name: only they are supported in a namespace", where)
+                    raise Unsupported(
+                        f"{where} must be a function with a name: only they are supported in a namespace",
+                        where,
+                    )
                 whole = f"{around}.{checked_name(member['name'], f'{place}.tools[{index}].name')}"
                 offer.members[whole] = (around, member["name"])
                 add_tool(offer, member | {"name": whole}, f"{place}.tools[{index}]")
@@ -248,7 +302,9 @@ def messages_of(new_input: str | list[InputItem]) -> list[ChatMessage]:
         message = message_of(item, f"input[{index}]")
         if item.type == "function_call" and messages and messages[-1].role == "assistant" and not reasoning:
             last = messages[-1]  # the calls of one answer are one message's
-            messages[-1] = last.model_copy(update={"tool_calls": [*(last.tool_calls or []), *(message.tool_calls or [])]})
+            messages[-1] = last.model_copy(
+                update={"tool_calls": [*(last.tool_calls or []), *(message.tool_calls or [])]}
+            )
             continue
         if message.role == "assistant" and reasoning:
             message = message.model_copy(update={"reasoning_content": reasoning})
@@ -267,7 +323,9 @@ def message_of(item: InputItem, place: str) -> ChatMessage:
             if item.call_id is None or item.name is None or item.arguments is None:
                 raise InvalidRequest(f"{place}: a function_call needs call_id, name and arguments", "input")
             name = item.name if item.namespace is None else f"{item.namespace}.{item.name}"
-            call = MessageToolCall(id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments))
+            call = MessageToolCall(
+                id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments)
+            )
             called(call, place)
             return ChatMessage(role="assistant", content="", tool_calls=[call])
         case "function_call_output":

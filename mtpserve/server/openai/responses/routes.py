@@ -39,7 +39,9 @@ async def create(request: Request, service: Served, body: ResponsesRequest) -> R
     before, id = before_of(body, stores), f"resp_{uuid.uuid4().hex}"
     answer = await begun(service, body, id, before, [] if body.store is False else stores, arrival)
     if body.stream:
-        return NamedEventStream(renaming(events(answer), RENAMED), service.server_config.sse_keep_alive_interval)
+        return NamedEventStream(
+            renaming(events(answer), RENAMED), service.server_config.sse_keep_alive_interval
+        )
     try:
         with renamed(RENAMED):
             await unless_gone(request.receive, answer.generation.whole())
@@ -65,7 +67,8 @@ async def input_items(
     after: str | None = None,
     before: str | None = None,
 ) -> Response:
-    """What a response was made from: all that came before, and its own input. Instructions and definitions of tools are not items."""
+    """What a response was made from: all that came before, and its own input. Instructions and definitions of
+    tools are not items."""
     return JSON(page(store_of(request).get(id, "response_id").items, order, limit, after, before))
 
 
@@ -76,7 +79,9 @@ async def count_input(request: Request, service: Served, body: InputTokensReques
     before, offer = before_of(body, [store_of(request)]), body.offer()
     with renamed(RENAMED | offer.places):
         chat = body.chat(given(before, body.input or []).conversation, offer)
-        tokens = await service.encode_chat(await rendered(service, chat, asked_tools(service, chat, prompt_only=True)))
+        tokens = await service.encode_chat(
+            await rendered(service, chat, asked_tools(service, chat, prompt_only=True))
+        )
     return JSON(InputTokens("response.input_tokens", len(tokens)))
 
 

@@ -1,11 +1,13 @@
-"""Responses over a WebSocket at /v1/responses: the client sends a request as an event, and gets the events of its stream as messages.
+"""Responses over a WebSocket at /v1/responses: the client sends a request as an event, and gets the events of
+its stream as messages.
 
     {"type": "response.create", …}   the body of POST /v1/responses; `stream` is implied. `generate: false` computes the prompt alone,
-                                     so that what goes on from it is faster. `stream_id` is in all events of the request's answer.
+                                     so that what goes on from it is faster. `stream_id` is in all events of
+                                     the request's answer.
     {"type": "response.cancel"}      ours: the answer that is being written ends
 
-One answer is written at a time; further requests wait for it. What is wrong is an event of type error, and the connection stays. The
-responses of a connection may be gone on from there, also where they are not stored.
+One answer is written at a time; further requests wait for it. What is wrong is an event of type error, and
+the connection stays. The responses of a connection may be gone on from there, also where they are not stored.
 """
 
 from __future__ import annotations
@@ -79,12 +81,15 @@ class SocketError(Rendered, tag_field="type", tag="error"):
 
 def error_event(status: int, answer: ErrorAnswer, stream_id: str | UnsetType) -> SocketError:
     error, headers = answer.error, RETRY_AFTER if status in (429, 503) else UNSET
-    return SocketError(status, SocketErrorObject(error.message, error.type, error.param, error.code, headers), stream_id)
+    return SocketError(
+        status, SocketErrorObject(error.message, error.type, error.param, error.code, headers), stream_id
+    )
 
 
 @dataclass(slots=True)
 class Connection:
-    """One client's. What it sends is read while an answer is written: so its leaving is seen, and ends the answer."""
+    """One client's. What it sends is read while an answer is written: so its leaving is seen, and ends the
+    answer."""
 
     socket: WebSocket
     service: Service
@@ -147,7 +152,9 @@ class Connection:
         except ValidationError as error:
             message, param, code = validation_message(error.errors())
             status = 400
-            await self._send(error_event(status, error_body(status, message, param=param, code=code), stream_id))
+            await self._send(
+                error_event(status, error_body(status, message, param=param, code=code), stream_id)
+            )
         except MTPServeError as error:
             status, body = describe(error)
             await self._send(error_event(status, body, stream_id))
@@ -206,7 +213,9 @@ def parsed(text: str) -> dict[str, Any]:
         raise InvalidRequest("the message must be a JSON object")
     if (kind := fields.get("type")) != "response.create":
         shown = ascii(kind)[:50]
-        raise Unsupported(f"events of type {shown} are not supported here: send response.create or response.cancel", "type")
+        raise Unsupported(
+            f"events of type {shown} are not supported here: send response.create or response.cancel", "type"
+        )
     return fields if fields.get("input") is not None else fields | {"input": []}
 
 

@@ -13,7 +13,8 @@ from mtpserve.server.openai.responses.response_body import InputTokensRequest, R
 from mtpserve.server.openai.responses.store import ResponseStore, Stored
 
 RENAMED = {
-    "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text", "reasoning_effort": "reasoning", ".function": "",
+    "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text",
+    "reasoning_effort": "reasoning", ".function": "",
 }  # fmt: skip
 
 
@@ -24,7 +25,10 @@ def before_of(body: InputTokensRequest, stores: Sequence[ResponseStore]) -> Stor
         return None
     source_store = next((store for store in stores if id in store), None)
     if source_store is None:
-        raise PreviousNotStored(f"the response {id[:50]!r} is not kept: send the whole conversation as input", "previous_response_id")
+        raise PreviousNotStored(
+            f"the response {id[:50]!r} is not kept: send the whole conversation as input",
+            "previous_response_id",
+        )
     return source_store.get(id, "previous_response_id")
 
 
@@ -38,8 +42,8 @@ async def begun(
     *,
     only_prompt: bool = False,
 ) -> ResponseAnswer:
-    """A response that the engine has yet to be asked for; all checks of the request are made here. `stores` keep it. `only_prompt`: its
-    prompt is computed, and nothing is written."""
+    """A response that the engine has yet to be asked for; all checks of the request are made here. `stores`
+    keep it. `only_prompt`: its prompt is computed, and nothing is written."""
     service.check_alive()
     body.check()
     offer = body.offer()

@@ -1,4 +1,5 @@
-"""The responses that /v1/responses keeps, in memory and bounded: the oldest go first. Nothing survives the server."""
+"""The responses that /v1/responses keeps, in memory and bounded: the oldest go first. Nothing survives the
+server."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MAX_CHARACTERS = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response's object, and the conversation up to its end, instructions left out: they are not inherited."""
+    """A response's object, and the conversation up to its end, instructions left out: they are not
+    inherited."""
 
     object: ResponseObject
     conversation: list[ChatMessage]
@@ -28,7 +30,8 @@ class Stored:
 
 @dataclass(slots=True)
 class ResponseStore:
-    """Ids are random: a client that knows one may read the response. The newest one is kept, whatever its size."""
+    """Ids are random: a client that knows one may read the response. The newest one is kept, whatever its
+    size."""
 
     responses: int = MAX_RESPONSES
     characters: int = MAX_CHARACTERS  # of all conversations together
@@ -40,7 +43,9 @@ class ResponseStore:
         self._drop(id)
         self._kept[id] = stored
         self._characters += stored.characters
-        while len(self._kept) > self.responses or (self._characters > self.characters and len(self._kept) > 1):
+        while len(self._kept) > self.responses or (
+            self._characters > self.characters and len(self._kept) > 1
+        ):
             self._drop(next(iter(self._kept)))
 
     def __contains__(self, id: str) -> bool:
@@ -49,7 +54,9 @@ class ResponseStore:
     def get(self, id: str, field: str) -> Stored:
         """Raises NotStored, for the request's `field`."""
         if id not in self._kept:
-            raise NotStored(f"the response {id[:50]!r} is not kept: it never was, or others have taken its place", field)
+            raise NotStored(
+                f"the response {id[:50]!r} is not kept: it never was, or others have taken its place", field
+            )
         return self._kept[id]
 
     def delete(self, id: str) -> None:

@@ -1,4 +1,5 @@
-"""Calls as DeepSeek-V3, R1 and V3.1 write them: name and arguments between markers of their own. Source: their chat templates."""
+"""Calls as DeepSeek-V3, R1 and V3.1 write them: name and arguments between markers of their own. Source:
+their chat templates."""
 
 from __future__ import annotations
 

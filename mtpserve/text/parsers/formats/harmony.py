@@ -1,11 +1,12 @@
-"""Harmony, in which gpt-oss writes: an output is messages, each on a channel, and calls are messages to functions.
+"""Harmony, in which gpt-oss writes: an output is messages, each on a channel, and calls are messages to
+functions.
 
     <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
-The recipient may also come before the channel, as in gpt-oss's chat template. Messages on `analysis` are reasoning, all others are content.
-A call ends the turn: <|call|> and <|return|> are end-of-text tokens, and so are not in the text. Source:
-https://github.com/openai/harmony/blob/main/docs/format.md
+The recipient may also come before the channel, as in gpt-oss's chat template. Messages on `analysis` are
+reasoning, all others are content. A call ends the turn: <|call|> and <|return|> are end-of-text tokens, and
+so are not in the text. Source: https://github.com/openai/harmony/blob/main/docs/format.md
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ def header_of(scan: Scanner) -> Reading[str]:
 
 
 def text_of(scan: Scanner, passed: Callable[[str], None], hold: str = "") -> Reading[bool]:
-    """Takes a message's text and passes it on → whether the message has an end, which comes next and is not taken."""
+    """Takes a message's text and passes it on → whether the message has an end, which comes next and is not
+    taken."""
     return (yield from scan.until(AFTER_TEXT, passed, hold)) in (END, CALL, RETURN)
 
 
 class Harmony(CallFormat):
     markers: tuple[str, ...] = (START, CHANNEL)
     example = f"{TURN} to=functions.tool_call_name{CHANNEL}commentary json{MESSAGE}tool_call_arguments{CALL}"
-    layouts = (f"{TURN}{CHANNEL}commentary to=functions.tool_call_name {CONSTRAIN}json{MESSAGE}tool_call_arguments{CALL}",)
+    layouts = (
+        f"{TURN}{CHANNEL}commentary to=functions.tool_call_name "
+        f"{CONSTRAIN}json{MESSAGE}tool_call_arguments{CALL}",
+    )
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._names = frozenset(tool.name for tool in tools)
@@ -83,7 +88,10 @@ class Harmony(CallFormat):
 
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         head, tail = f"{spell(CHANNEL)} ", f" {spell(CONSTRAIN)} {text('json')} {spell(MESSAGE)} "
-        calls = [head + text(f"commentary to=functions.{tool.name} ") + tail + arguments_json(tool.parameters) for tool in tools]
+        calls = [
+            head + text(f"commentary to=functions.{tool.name} ") + tail + arguments_json(tool.parameters)
+            for tool in tools
+        ]
         return calls_of(calls, several, between=f"{spell(CALL)} {spell(START)} {text('assistant')}")
 
 
@@ -97,10 +105,21 @@ class Channels(Thinking):
 
     def opening(self, prompt: str) -> Opening:
         tail = prompt[-MAX_TAIL:]
-        return Opening.INSIDE if tail.endswith(self.start) else Opening.NONE if tail.endswith(MESSAGE) else Opening.MAYBE
+        return (
+            Opening.INSIDE
+            if tail.endswith(self.start)
+            else Opening.NONE
+            if tail.endswith(MESSAGE)
+            else Opening.MAYBE
+        )
 
     def read(
-        self, scan: Scanner, opening: Opening, separate: bool, calls: CallFormat | None, ends_in_calls: Callable[[], Reading[bool]]
+        self,
+        scan: Scanner,
+        opening: Opening,
+        separate: bool,
+        calls: CallFormat | None,
+        ends_in_calls: Callable[[], Reading[bool]],
     ) -> Reading[str]:
         reasoning, layout = (scan.reasoning, scan.layout) if separate else (scan.content, scan.content)
         tools = calls if isinstance(calls, Harmony) else Harmony(())

@@ -1,7 +1,9 @@
-"""Calls as JSON objects {"name": …, "arguments": {…}}: Hermes and Qwen, Llama 3, Mistral, and the plain list where no format is named.
+"""Calls as JSON objects {"name": …, "arguments": {…}}: Hermes and Qwen, Llama 3, Mistral, and the plain list
+where no format is named.
 
-The formats differ in the text around the objects. Sources: the chat templates of Qwen2.5, Qwen3 and Granite 4.0 (Hermes' format), of
-Llama-3.1-Instruct, of Mistral-7B-Instruct-v0.3 (lists) and Mistral-Small-3.2 (`[TOOL_CALLS]name[ARGS]{…}`).
+The formats differ in the text around the objects. Sources: the chat templates of Qwen2.5, Qwen3 and Granite
+4.0 (Hermes' format), of Llama-3.1-Instruct, of Mistral-7B-Instruct-v0.3 (lists) and Mistral-Small-3.2
+(`[TOOL_CALLS]name[ARGS]{…}`).
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ from mtpserve.text.parsers.scanner import Reading, Scanner
 from mtpserve.text.parsers.tools import EXAMPLE, CallFormat, Spell, Tool, in_name
 
 ARGUMENTS = ("arguments", "parameters")
-HEAD = ("name", "type", "id", "function", *ARGUMENTS)  # keys that may come before the name in a call without a marker
+# keys that may come before the name in a call without a marker
+HEAD = ("name", "type", "id", "function", *ARGUMENTS)
 
 
 class Object:
-    """Reads one object. `names`: without a marker before it, the object is a call only if it has one of these names."""
+    """Reads one object. `names`: without a marker before it, the object is a call only if it has one of these
+    names."""
 
-    def __init__(self, scan: Scanner, *, stop: str = "", names: frozenset[str] | None = None, id: str | None = None) -> None:
+    def __init__(
+        self, scan: Scanner, *, stop: str = "", names: frozenset[str] | None = None, id: str | None = None
+    ) -> None:
         self._scan, self._stop, self._known, self._id = scan, stop, names, id
         self._name: str | None = None
         self._held: list[str] | None = None  # arguments that came before the name
@@ -122,7 +128,8 @@ class Hermes(CallFormat):
 
 
 class Llama3(CallFormat):
-    """An object with a tool's name, anywhere in the text; several are separated by semicolons, or are a list."""
+    """An object with a tool's name, anywhere in the text; several are separated by semicolons, or are a
+    list."""
 
     TAG = "<|python_tag|>"
     markers: tuple[str, ...] = (TAG, "{", "[")
@@ -209,4 +216,6 @@ class Mistral(Listed):
         if args == text(self.ARGS):  # a model whose vocabulary lacks this token writes lists
             calls = [object_grammar(tool, "arguments") for tool in tools]
             return calls_of(calls, several, begin=f"{tag} {text('[')}", between=text(", "), end=text("]"))
-        return calls_of([f"{tag} {text(tool.name)} {args} {arguments_json(tool.parameters)}" for tool in tools], several)
+        return calls_of(
+            [f"{tag} {text(tool.name)} {args} {arguments_json(tool.parameters)}" for tool in tools], several
+        )

@@ -1,7 +1,9 @@
-"""Calls as a list of Python's: `[name(key='value', other=[1, None])]`, as Llama 3.2, Llama 4, ToolACE and LFM2 write them.
+"""Calls as a list of Python's: `[name(key='value', other=[1, None])]`, as Llama 3.2, Llama 4, ToolACE and
+LFM2 write them.
 
-Values are literals, read by Python's own parser and never run; one that is none is a string. An argument is passed on when it is complete.
-Sources: Meta's prompt formats of Llama 3.2 and 4 (`<|python_start|>`), the documentation of LFM2's tool use.
+Values are literals, read by Python's own parser and never run; one that is none is a string. An argument is
+passed on when it is complete. Sources: Meta's prompt formats of Llama 3.2 and 4 (`<|python_start|>`), the
+documentation of LFM2's tool use.
 """
 
 from __future__ import annotations
@@ -100,8 +102,8 @@ def calls_in(tools: Sequence[Tool], several: bool, begin: str, end: str) -> str:
 
 
 def argument_rules(schema: Schema, name: str) -> list[str]:
-    """Rules `name`_i: the properties from i on, in their order, where none was written yet; `name`_i_more: where one was. Values are JSON,
-    which the reader takes."""
+    """Rules `name`_i: the properties from i on, in their order, where none was written yet; `name`_i_more:
+    where one was. Values are JSON, which the reader takes."""
     properties, required = schema.get("properties"), schema.get("required")
     keys = list(properties) if isinstance(properties, Mapping) else []
     needed = required if isinstance(required, list) else []
@@ -110,13 +112,17 @@ def argument_rules(schema: Schema, name: str) -> list[str]:
     rules = [f'{name}_{len(keys)}: ""\n', f'{name}_{len(keys)}_more: ""\n']
     for place, key in enumerate(keys):
         if not all(map(in_key, key)) or not key:
-            raise ValueError(f"properties.{key} cannot be an argument's name in this model's tool call format: rename it")
+            raise ValueError(
+                f"properties.{key} cannot be an argument's name in this model's tool call format: rename it"
+            )
         value = resolved(property_of(key, schema), schema)
         value = {**value, **definitions} if isinstance(value, Mapping) else {}
         rest, skipped = f"{name}_{place + 1}_more", "" if key in needed else f" | {name}_{place + 1}"
         rules.append(f"{name}_{place}_value: {text(key + '=')} {arguments_json(value)} {rest}\n")
         rules.append(f"{name}_{place}: {name}_{place}_value{skipped}\n")
-        rules.append(f"{name}_{place}_more: {text(', ')} {name}_{place}_value{'' if key in needed else f' | {rest}'}\n")
+        rules.append(
+            f"{name}_{place}_more: {text(', ')} {name}_{place}_value{'' if key in needed else f' | {rest}'}\n"
+        )
     return rules
 
 
@@ -125,7 +131,8 @@ def in_key(character: str) -> bool:
 
 
 def arguments(scan: Scanner) -> Reading[bool]:
-    """`key=value` pairs up to the closing bracket, which is taken → whether there was one. What comes before an error is passed on."""
+    """`key=value` pairs up to the closing bracket, which is taken → whether there was one. What comes before
+    an error is passed on."""
     lead = "{"
     while not (yield from scan.follows(")")):
         yield from scan.blanks()
@@ -143,7 +150,8 @@ def arguments(scan: Scanner) -> Reading[bool]:
 
 
 def literal(scan: Scanner) -> Reading[str | None]:
-    """Takes the text of a value up to the comma or bracket after it, with line breaks inside of quotes escaped; None: it has no end."""
+    """Takes the text of a value up to the comma or bracket after it, with line breaks inside of quotes
+    escaped; None: it has no end."""
     written, open = "", ""
     while next := (yield from scan.peek()):
         if not open and next in ",)":
@@ -167,7 +175,8 @@ def literal(scan: Scanner) -> Reading[str | None]:
 
 
 def string(scan: Scanner) -> Reading[str | None]:
-    """Takes a string whose opening quote comes next, of one quote or three → as Python writes it; None: it has no end."""
+    """Takes a string whose opening quote comes next, of one quote or three → as Python writes it; None: it
+    has no end."""
     quote = scan.take(1)
     if (yield from scan.peek()) == quote:
         scan.take(1)

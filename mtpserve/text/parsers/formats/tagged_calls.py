@@ -1,7 +1,9 @@
-"""Calls with each argument between tags of its own, as GLM-4.5, Qwen3-Coder, MiMo-V2 and DeepSeek-V3.2 write them, converted to JSON.
+"""Calls with each argument between tags of its own, as GLM-4.5, Qwen3-Coder, MiMo-V2 and DeepSeek-V3.2 write
+them, converted to JSON.
 
-A parameter that can only be a string is passed on while it arrives; any other one when it is complete and its type is known.
-Sources: the chat templates of GLM-4.5 and of Qwen3-Coder, encoding_dsv32.py in DeepSeek-V3.2's repository.
+A parameter that can only be a string is passed on while it arrives; any other one when it is complete and its
+type is known. Sources: the chat templates of GLM-4.5 and of Qwen3-Coder, encoding_dsv32.py in DeepSeek-V3.2's
+repository.
 """
 
 from __future__ import annotations
@@ -10,7 +12,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from mtpserve.text.parsers.call_grammar import calls_of, text
-from mtpserve.text.parsers.formats.tagged_values import as_json, inside_string, property_of, types_of, value_rule
+from mtpserve.text.parsers.formats.tagged_values import (
+    as_json,
+    inside_string,
+    property_of,
+    types_of,
+    value_rule,
+)
 from mtpserve.text.parsers.scanner import Reading, Scanner
 from mtpserve.text.parsers.tools import CallFormat, Schema, Spell, Tool, in_name
 
@@ -33,14 +41,16 @@ class Tagged(CallFormat):
         self._tools = {tool.name: tool.parameters for tool in tools}
 
     def parameters(self, scan: Scanner, name: str, tag: str) -> Reading[str]:
-        """Reads the arguments of a call that was begun; `tag` is the one just taken → the tag that ended them, "" if none did."""
+        """Reads the arguments of a call that was begun; `tag` is the one just taken → the tag that ended
+        them, "" if none did."""
         lead = "{"
         while tag == self.KEY:
             if not (yield from self._parameter(scan, self._tools.get(name, {}), lead)):
                 return ""
             lead = ", "
             tag = yield from scan.follows(self.KEY, *self.ENDS)
-        if tag or not scan.ended:  # if the text ends before the tag, the arguments are incomplete and stay invalid JSON
+        # if the text ends before the tag, the arguments are incomplete and stay invalid JSON
+        if tag or not scan.ended:
             scan.arguments("{}" if lead == "{" else "}")
         return tag
 
@@ -65,15 +75,21 @@ class Tagged(CallFormat):
         return ended
 
     def typed(self, written: str, schema: Schema) -> tuple[str, frozenset[str] | None]:
-        """A key as it is written → the parameter's name and the types that its value may have, None where it is JSON of any."""
+        """A key as it is written → the parameter's name and the types that its value may have, None where it
+        is JSON of any."""
         key = written.strip()
         return key, types_of(property_of(key, schema), schema)
 
     def _value(self, scan: Scanner, passed: Callable[[str], None]) -> Reading[bool]:
-        """Takes a value up to an end tag that is followed by something that may follow it: the value itself may contain the end tag."""
+        """Takes a value up to an end tag that is followed by something that may follow it: the value itself
+        may contain the end tag."""
         if self.PADDED and (yield from scan.peek()) == "\n":
             scan.take(1)
-        while tag := (yield from scan.until((self.VALUE_END, *self.UNCLOSED), passed, hold="\n" if self.PADDED else "", max_blanks=1)):
+        while tag := (
+            yield from scan.until(
+                (self.VALUE_END, *self.UNCLOSED), passed, hold="\n" if self.PADDED else "", max_blanks=1
+            )
+        ):
             held = scan.text.index(tag)  # a line break that belongs to the format
             if tag != self.VALUE_END:
                 scan.take(held)
@@ -84,7 +100,9 @@ class Tagged(CallFormat):
             passed(scan.take(held + len(tag)))
         return False
 
-    def parameter_rules(self, tool: Tool, number: int, key_of: Callable[[str], str], end: tuple[str, ...], spell: Spell) -> list[str]:
+    def parameter_rules(
+        self, tool: Tool, number: int, key_of: Callable[[str], str], end: tuple[str, ...], spell: Spell
+    ) -> list[str]:
         """→ an expression for the sequence of parameters, then the rules of their values."""
         properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
         keys = list(properties) if isinstance(properties, Mapping) else []
@@ -117,11 +135,15 @@ class GLM45(Tagged):
 
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         def key_of(key: str) -> str:
-            return " ".join((spell(self.KEY), text(key), spell(self.KEY_END), text(self.LINE), spell(self.VALUE)))
+            return " ".join(
+                (spell(self.KEY), text(key), spell(self.KEY_END), text(self.LINE), spell(self.VALUE))
+            )
 
         calls, rules = [], ""
         for number, tool in enumerate(tools):
-            parameters, *values = self.parameter_rules(tool, number, key_of, (self.VALUE_END, self.LINE), spell)
+            parameters, *values = self.parameter_rules(
+                tool, number, key_of, (self.VALUE_END, self.LINE), spell
+            )
             head = text(tool.name + self.LINE)
             calls.append(f"{spell(CALL)} {head} {parameters} {spell(CALL_END)}")
             rules += "".join(values)
@@ -163,7 +185,9 @@ class Qwen3Coder(Tagged):
 
         calls, rules = [], ""
         for number, tool in enumerate(tools):
-            parameters, *values = self.parameter_rules(tool, number, key_of, (f"{line}</parameter>\n",), spell)
+            parameters, *values = self.parameter_rules(
+                tool, number, key_of, (f"{line}</parameter>\n",), spell
+            )
             head = text(f"\n{self.FUNCTION}{tool.name}>\n")
             tail = text(self.FUNCTION_END + "\n")
             calls.append(f"{spell(CALL)} {head} {parameters} {tail} {spell(CALL_END)}")
@@ -179,7 +203,8 @@ class MiMo(Qwen3Coder):
 
 
 class DSML(Tagged):
-    """DeepSeek-V3.2's: each value says whether it is a string, and is JSON if not. Its tags contain a token of their own."""
+    """DeepSeek-V3.2's: each value says whether it is a string, and is JSON if not. Its tags contain a token
+    of their own."""
 
     TOKEN = "｜DSML｜"
     CALLS = "function_calls"
@@ -232,7 +257,9 @@ class DSML(Tagged):
 
             end = (self.TOKEN, "parameter>\n")
             parameters, *values = self.parameter_rules(tool, number, key_of, end, spell)
-            calls.append(" ".join((tag("<", f'invoke name="{tool.name}">\n'), parameters, tag("</", "invoke>"))))
+            calls.append(
+                " ".join((tag("<", f'invoke name="{tool.name}">\n'), parameters, tag("</", "invoke>")))
+            )
             rules += "".join(values)
         begin, end_tag = tag("<", f"{self.CALLS}>\n"), f"{text(chr(10))} {tag('</', f'{self.CALLS}>')}"
         return calls_of(calls, several, begin=begin, between=text("\n"), end=end_tag, rules=rules)

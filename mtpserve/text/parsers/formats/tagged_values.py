@@ -1,4 +1,5 @@
-"""Values written as plain text between tags: the JSON that they mean according to the tool's schema, and grammar rules for them."""
+"""Values written as plain text between tags: the JSON that they mean according to the tool's schema, and
+grammar rules for them."""
 
 from __future__ import annotations
 
@@ -13,9 +14,18 @@ from mtpserve.text.parsers.tools import Schema, Spell
 MAX_REFERENCES = 16  # length of a chain of `$ref`s
 PYTHON = {"True": "true", "False": "false", "None": "null"}  # as Jinja templates print values
 # JSON Schema's names of what `json.loads` gives.
-KINDS = {NoneType: "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+KINDS = {
+    NoneType: "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
 ANY: frozenset[str] = frozenset()
-NOT_IN_TEXT = ("pattern", "minLength", "maxLength")  # cannot be enforced for strings without quotes and escapes
+# cannot be enforced for strings without quotes and escapes
+NOT_IN_TEXT = ("pattern", "minLength", "maxLength")
 
 
 def property_of(key: str, schema: Schema) -> Any:
@@ -26,7 +36,8 @@ def property_of(key: str, schema: Schema) -> Any:
 
 
 def resolved(schema: Any, root: Schema) -> Any:
-    """The schema that its `$ref`s lead to, which are looked up in `root` alone; None if they do not resolve."""
+    """The schema that its `$ref`s lead to, which are looked up in `root` alone; None if they do not
+    resolve."""
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -38,7 +49,8 @@ def resolved(schema: Any, root: Schema) -> Any:
 
 
 def types_of(schema: Any, root: Schema) -> frozenset[str]:
-    """The types that a value may have; empty: any. Each part is visited once, however often schemas refer to it."""
+    """The types that a value may have; empty: any. Each part is visited once, however often schemas refer to
+    it."""
     types: set[str] = set()
     waiting, seen = [schema], set[int]()
     while waiting:
@@ -50,7 +62,9 @@ def types_of(schema: Any, root: Schema) -> frozenset[str]:
         seen.add(id(part))
         kinds, choices = part.get("type"), part.get("anyOf") or part.get("oneOf")
         if isinstance(kinds, str | list):
-            types |= {kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str)}
+            types |= {
+                kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str)
+            }
             types |= {"null"} if part.get("nullable") is True else set()
         elif isinstance(part.get("enum"), list):
             types |= {KINDS[type(choice)] for choice in part["enum"]}
@@ -64,7 +78,8 @@ def types_of(schema: Any, root: Schema) -> frozenset[str]:
 
 
 def as_json(written: str, types: Collection[str] | None) -> str:
-    """Text that is JSON of one of the `types` is returned as it is, None: of any; any other text becomes a JSON string."""
+    """Text that is JSON of one of the `types` is returned as it is, None: of any; any other text becomes a
+    JSON string."""
     bare = written.strip()
     bare = PYTHON.get(bare, bare)
     try:
@@ -86,8 +101,17 @@ def inside_string(written: str) -> str:
     return json.dumps(written, ensure_ascii=False)[1:-1]
 
 
-def value_rule(name: str, key: str, root: Schema, end: tuple[str, ...], spell: Spell, before: str = "", quoted: bool = False) -> str:
-    """A rule: a value of property `key`, then `before` and the pieces of `end` (each a marker or text) that end it. Raises ValueError.
+def value_rule(
+    name: str,
+    key: str,
+    root: Schema,
+    end: tuple[str, ...],
+    spell: Spell,
+    before: str = "",
+    quoted: bool = False,
+) -> str:
+    """A rule: a value of property `key`, then `before` and the pieces of `end` (each a marker or text) that
+    end it. Raises ValueError.
 
     `quoted`: strings are JSON where other types are allowed, too."""
     schema = resolved(property_of(key, root), root)
@@ -97,9 +121,13 @@ def value_rule(name: str, key: str, root: Schema, end: tuple[str, ...], spell: S
     if types != {"string"} if quoted else types and "string" not in types:
         definitions = {word: root[word] for word in ("$defs", "definitions") if word in root}
         return f"{name}: {arguments_json({**schema, **definitions})} {closing}\n"
-    if types == {"string"} and isinstance(choices := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+    if types == {"string"} and isinstance(
+        choices := schema.get("enum", [schema["const"]] if "const" in schema else None), list
+    ):
         return f"{name}: ({' | '.join(text(str(choice)) for choice in choices)}) {closing}\n"
     for word in NOT_IN_TEXT:
         if word in schema:
-            raise ValueError(f"properties.{key}.{word} cannot be enforced in this model's tool call format: leave it out")
+            raise ValueError(
+                f"properties.{key}.{word} cannot be enforced in this model's tool call format: leave it out"
+            )
     return up_to(name, end[0], spell, *end[1:], before=before)

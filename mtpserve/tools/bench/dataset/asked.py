@@ -13,7 +13,8 @@ Prompt = str | tuple[int, ...]  # text, or token ids
 class AskedTurn:
     prompt: Prompt  # what this turn adds to the conversation
     output: int | None = None  # most tokens of the answer; None: the server decides
-    tokens: int | None = None  # that the prompt was meant to have, by the tokenizer at hand; None: nobody has counted
+    # that the prompt was meant to have, by the tokenizer at hand; None: nobody has counted
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class AskedConversation:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """`warm` is sent first and not measured. `notes` say how all this was made. `fresh`: no prompt begins like another."""
+    """`warm` is sent first and not measured. `notes` say how all this was made. `fresh`: no prompt begins
+    like another."""
 
     measured: tuple[AskedConversation, ...]
     warm: tuple[AskedConversation, ...] = ()
@@ -49,7 +51,9 @@ class DatasetOptions:
     random_output_len: int = 128
     random_prefix_len: int = 0
     random_range_ratio: float | None = None  # None: all of one length
-    shrinks: bool = False  # the ratio as SGLang means it: lengths in [ratio × n, n]; otherwise vLLM's: [(1 - ratio) × n, (1 + ratio) × n]
+    # the ratio as SGLang means it: lengths in [ratio × n, n]; otherwise vLLM's: [(1 - ratio) × n, (1 + ratio)
+    # × n]
+    shrinks: bool = False
     sharegpt_output_len: int | None = None
     sharegpt_context_len: int | None = None
     custom_output_len: int | None = None  # None: the file's, where it has any
@@ -78,4 +82,5 @@ class Counting(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def prompt_tokens(self, text: str, chat: bool) -> int:
-        """As a server counts this prompt: with the tokens that the model expects around it, or with those of the chat template."""
+        """As a server counts this prompt: with the tokens that the model expects around it, or with those of
+        the chat template."""

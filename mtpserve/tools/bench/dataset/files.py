@@ -63,7 +63,9 @@ def custom(options: DatasetOptions, random: Random, count: Count) -> list[AskedC
             raise ConfigError(f"{where}: output_tokens must be a whole number of at least 1, got {output!r}")
         output = CUSTOM_OUTPUT if output is None else output
         category = value.get("category")
-        conversations.append(AskedConversation((AskedTurn(prompt, output),), category if isinstance(category, str) else ""))
+        conversations.append(
+            AskedConversation((AskedTurn(prompt, output),), category if isinstance(category, str) else "")
+        )
     return conversations
 
 
@@ -76,7 +78,9 @@ def spec_bench(options: DatasetOptions, random: Random, count: Count) -> list[As
             raise ConfigError(f"{where}: turns must be a list of texts, got {turns!r}")
         categories.add(category)
         if options.spec_bench_category in (None, category):
-            asked_turns = tuple(AskedTurn(text_of(where, "turns", turn), options.spec_bench_output_len) for turn in turns)
+            asked_turns = tuple(
+                AskedTurn(text_of(where, "turns", turn), options.spec_bench_output_len) for turn in turns
+            )
             conversations.append(AskedConversation(asked_turns, category))
     if not conversations and categories:
         wanted_category, category_names = options.spec_bench_category, ", ".join(sorted(categories))
@@ -91,7 +95,9 @@ def shared_messages(file: str) -> Iterator[list[tuple[bool, str]]]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"--dataset-path {file}, line {error.lineno}: is not JSON: {error.msg}") from error
     if not isinstance(entries, list):
-        raise ConfigError(f"--dataset-path {file}: must be a list of conversations, got {type(entries).__name__}")
+        raise ConfigError(
+            f"--dataset-path {file}: must be a list of conversations, got {type(entries).__name__}"
+        )
     for number, entry in enumerate(entries, 1):
         where = f"--dataset-path {file}, conversation {number}"
         messages = entry.get("conversations", entry.get("conversation")) if isinstance(entry, dict) else None
@@ -99,7 +105,9 @@ def shared_messages(file: str) -> Iterator[list[tuple[bool, str]]]:
             raise ConfigError(f"{where}: must be an object with a list of 'conversations'")
         said = []
         for place, message in enumerate(messages, 1):
-            who, text = (message.get("from"), message.get("value")) if isinstance(message, dict) else (None, None)
+            who, text = (
+                (message.get("from"), message.get("value")) if isinstance(message, dict) else (None, None)
+            )
             if not isinstance(text, str) or who not in (*PEOPLE, *MODELS):
                 allowed = f"'from', one of {', '.join((*PEOPLE, *MODELS))}, and 'value', a text"
                 raise ConfigError(f"{where}, message {place}: must be an object with {allowed}")
@@ -108,7 +116,8 @@ def shared_messages(file: str) -> Iterator[list[tuple[bool, str]]]:
 
 
 def exchanges(said: Sequence[tuple[bool, str]]) -> Iterator[tuple[str, str]]:
-    """What a person said and what the model answered; messages without an answer go together with the next one."""
+    """What a person said and what the model answered; messages without an answer go together with the next
+    one."""
     prompts: list[str] = []
     for by_model, text in said:
         if not by_model:
@@ -119,8 +128,9 @@ def exchanges(said: Sequence[tuple[bool, str]]) -> Iterator[tuple[str, str]]:
 
 
 def shared_conversations(options: DatasetOptions, random: Random, count: Count) -> list[AskedConversation]:
-    """Shuffled. An answer may be as long as the one in the file, unless --sharegpt-output-len says how long. A conversation ends before
-    the turn that is longer than --sharegpt-context-len together with all before it."""
+    """Shuffled. An answer may be as long as the one in the file, unless --sharegpt-output-len says how long.
+    A conversation ends before the turn that is longer than --sharegpt-context-len together with all before
+    it."""
     encode = count or pieces
     conversations = []
     for said in shared_messages(options.dataset_path or ""):
@@ -131,7 +141,9 @@ def shared_conversations(options: DatasetOptions, random: Random, count: Count) 
             output = options.sharegpt_output_len or num_answer_tokens
             context += before + output
             too_short = before < LEAST or (options.sharegpt_output_len is None and num_answer_tokens < LEAST)
-            if too_short or (options.sharegpt_context_len is not None and context > options.sharegpt_context_len):
+            if too_short or (
+                options.sharegpt_context_len is not None and context > options.sharegpt_context_len
+            ):
                 break
             turns.append(AskedTurn(prompt, output))
         if turns:
@@ -142,7 +154,10 @@ def shared_conversations(options: DatasetOptions, random: Random, count: Count) 
 
 def shared_prompts(options: DatasetOptions, random: Random, count: Count) -> list[AskedConversation]:
     """The first turn of each conversation."""
-    return [AskedConversation(conversation.turns[:1]) for conversation in shared_conversations(options, random, count)]
+    return [
+        AskedConversation(conversation.turns[:1])
+        for conversation in shared_conversations(options, random, count)
+    ]
 
 
 def shared_texts(file: str, random: Random) -> list[str]:

@@ -18,7 +18,9 @@ class BenchTokenizer:
         from mtpserve.weights.checkpoint.hub import fetched
 
         # "dummy": only the tokenizer's files are downloaded.
-        self._tokenizer = tokenizer_of(fetched(EngineConfig(model=ModelConfig(model=name, load_format="dummy"))).model)
+        self._tokenizer = tokenizer_of(
+            fetched(EngineConfig(model=ModelConfig(model=name, load_format="dummy"))).model
+        )
         self._hidden = self._tokenizer.special_ids | self._tokenizer.hidden_ids
         self.name = name
 
@@ -43,17 +45,23 @@ class BenchTokenizer:
 
     def prompt_tokens(self, text: str, chat: bool) -> int:
         if chat and self._tokenizer.has_chat_template:
-            return len(self._tokenizer.encode_chat(self._tokenizer.render_chat([{"role": "user", "content": text}])))
+            return len(
+                self._tokenizer.encode_chat(self._tokenizer.render_chat([{"role": "user", "content": text}]))
+            )
         return len(self._tokenizer.encode(text))
 
 
 def tokenizer_at(name: str | None, model: str | None, root: str | None) -> BenchTokenizer | None:
-    """The one that is named, and else the model's if it is at hand: `model` by its directory, as `demo` or from the hub's cache, `root`
-    where the server says that it has it. Raises LoadError for `name` alone."""
+    """The one that is named, and else the model's if it is at hand: `model` by its directory, as `demo` or
+    from the hub's cache, `root` where the server says that it has it. Raises LoadError for `name` alone."""
     if name is not None:
         return BenchTokenizer(name)
     for place in (model, root):
-        if place is not None and (place in ("demo", *PACKAGES) or (Path(place) / "tokenizer.json").is_file() or "/" in place.strip("/")):
+        if place is not None and (
+            place in ("demo", *PACKAGES)
+            or (Path(place) / "tokenizer.json").is_file()
+            or "/" in place.strip("/")
+        ):
             try:
                 return BenchTokenizer(place)
             except MTPServeError:

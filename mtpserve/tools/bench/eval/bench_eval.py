@@ -1,7 +1,8 @@
-"""`mtpserve bench eval`: an exam from local files, asked twice, compared answer by answer. Exit code 1 if more answers differ than allowed.
+"""`mtpserve bench eval`: an exam from local files, asked twice, compared answer by answer. Exit code 1 if
+more answers differ than allowed.
 
-The second time the same server, or the same model in this process, decodes plainly; or another server is asked, or the answers of an
-earlier run are read from a file.
+The second time the same server, or the same model in this process, decodes plainly; or another server is
+asked, or the answers of an earlier run are read from a file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from mtpserve.core.errors import ConfigError, RequestFailed
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.spec.plain import HOW, PLAIN_FIELDS, looks_ahead, plainly
 from mtpserve.tools.bench.eval.exam_client import ExamServer
-from mtpserve.tools.bench.eval.parity import Difference, ExamSide, answers, differences, read_report, report, write_report
+from mtpserve.tools.bench.eval.parity import (
+    Difference,
+    ExamSide,
+    answers,
+    differences,
+    read_report,
+    report,
+    write_report,
+)
 from mtpserve.tools.bench.eval.tasks import STOP, STRICT, Exam, ExamQuestion, gsm8k, mmlu
 
 if TYPE_CHECKING:
@@ -33,29 +42,58 @@ def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve bench eval",
         usage="%(prog)s --task mmlu|gsm8k --data FILE (--base-url URL | --model MODEL) [options]",
-        description="Score a model on questions from local files, and compare its answers with those of plain decoding, of another server "
+        description="Score a model on questions from local files, and compare its answers with those of "
+        "plain decoding, of another server "
         "or of an earlier run.",
     )
     exam = arg_parser.add_argument_group("the exam")
-    exam.add_argument("--task", choices=("mmlu", "gsm8k"), required=True, help="multiple choice by log-probabilities, or texts")
-    exam.add_argument("--data", metavar="FILE", required=True, help="the questions: CSV or JSONL for mmlu, JSONL for gsm8k")
-    exam.add_argument("--dev", metavar="FILE", help="questions with answers that every prompt begins with, in the same format")
+    exam.add_argument(
+        "--task",
+        choices=("mmlu", "gsm8k"),
+        required=True,
+        help="multiple choice by log-probabilities, or texts",
+    )
+    exam.add_argument(
+        "--data", metavar="FILE", required=True, help="the questions: CSV or JSONL for mmlu, JSONL for gsm8k"
+    )
+    exam.add_argument(
+        "--dev",
+        metavar="FILE",
+        help="questions with answers that every prompt begins with, in the same format",
+    )
     exam.add_argument("--shots", metavar="N", type=int, help="how many of them (default: 5 with --dev)")
     exam.add_argument("--limit", metavar="N", type=int, help="only the first N questions")
     exam.add_argument(
-        "--subject", metavar="TEXT", help="what mmlu's questions are about (default: what the file's name says, or its lines)"
+        "--subject",
+        metavar="TEXT",
+        help="what mmlu's questions are about (default: what the file's name says, or its lines)",
     )
-    exam.add_argument("--regex", metavar="REGEX", default=STRICT, help=f"the answer in a text: its first group (default: {STRICT})")
-    exam.add_argument("--last-match", action="store_true", help="of several matches the last one, not the first")
+    exam.add_argument(
+        "--regex",
+        metavar="REGEX",
+        default=STRICT,
+        help=f"the answer in a text: its first group (default: {STRICT})",
+    )
+    exam.add_argument(
+        "--last-match", action="store_true", help="of several matches the last one, not the first"
+    )
     exam.add_argument("--max-tokens", metavar="N", type=int, default=256, help="of a text (default: 256)")
     sides = arg_parser.add_argument_group("who answers; without --base-url, --model runs in this process")
-    sides.add_argument("--base-url", metavar="URL", help="a server with OpenAI's API; --model is its model's name there")
-    sides.add_argument("--api-key", dest="bearer", metavar="KEY", help="sent as a bearer token (default: OPENAI_API_KEY)")
+    sides.add_argument(
+        "--base-url", metavar="URL", help="a server with OpenAI's API; --model is its model's name there"
+    )
+    sides.add_argument(
+        "--api-key", dest="bearer", metavar="KEY", help="sent as a bearer token (default: OPENAI_API_KEY)"
+    )
     sides.add_argument("--chat", action="store_true", help="ask for texts as chat completions")
-    sides.add_argument("--concurrency", metavar="N", type=int, default=16, help="requests at once (default: 16)")
+    sides.add_argument(
+        "--concurrency", metavar="N", type=int, default=16, help="requests at once (default: 16)"
+    )
     sides.add_argument("--other-url", metavar="URL", help="a server to compare with")
     sides.add_argument("--against", metavar="FILE", help="what --output-file has written, to compare with")
-    arg_parser.add_argument("--tolerance", metavar="N", type=int, default=0, help="answers that may differ (default: 0)")
+    arg_parser.add_argument(
+        "--tolerance", metavar="N", type=int, default=0, help="answers that may differ (default: 0)"
+    )
     arg_parser.add_argument("--output-file", metavar="FILE", help="write all answers here, as JSON")
     add_options(arg_parser, ENGINE_SECTIONS)
     return arg_parser
@@ -72,7 +110,11 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("give --base-url, a server, or --model, which runs in this process")
     exam = exam_of(args)
     former = read_report(args.against).sides[0] if args.against is not None else None
-    sides = from_server(args, values, exam, former) if args.base_url is not None else from_model(args, values, exam, former)
+    sides = (
+        from_server(args, values, exam, former)
+        if args.base_url is not None
+        else from_model(args, values, exam, former)
+    )
     differing = differences(*sides) if len(sides) > 1 else []
     exam_report = report(exam, sides, differing)
     show(exam, sides, differing, exam_report.differing_texts)
@@ -143,8 +185,14 @@ class ModelAsker:
 
     def scores(self, questions: Sequence[ExamQuestion]) -> list[list[float]]:
         encode = self.llm.tokenizer.encode
-        pairs = [(encode(question.prompt + option), len(encode(question.prompt))) for question in questions for option in question.options]
-        completions = self._run([ids for ids, _ in pairs], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
+        pairs = [
+            (encode(question.prompt + option), len(encode(question.prompt)))
+            for question in questions
+            for option in question.options
+        ]
+        completions = self._run(
+            [ids for ids, _ in pairs], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        )
         # The first token has no score.
         sums = iter(
             sum(score.logprob for score in (one.prompt_logprobs or [])[size - 1 :])
@@ -154,7 +202,10 @@ class ModelAsker:
 
     def texts(self, questions: Sequence[ExamQuestion], exam: Exam) -> list[str]:
         params = SamplingParams(max_tokens=exam.max_tokens, temperature=0, stop=exam.stop)
-        return [completion.text for completion in self._run([self.llm.tokenizer.encode(one.prompt) for one in questions], params)]
+        return [
+            completion.text
+            for completion in self._run([self.llm.tokenizer.encode(one.prompt) for one in questions], params)
+        ]
 
     def _run(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
         completions = self.llm.generate(prompts, self.params(params))
@@ -168,15 +219,22 @@ def show(exam: Exam, sides: Sequence[ExamSide], differing: Sequence[Difference],
     for side in sides:
         print(f"score       {side.score:.4f}  {side.name}")
     if len(sides) == 1:
-        print(f"compared    with nothing: {HOW} launches or runs a model of which plain decoding is compared; or --other-url, --against")
+        print(
+            f"compared    with nothing: {HOW} launches or runs a model of which plain decoding is "
+            f"compared; or --other-url, --against"
+        )
         return
     same = len(exam.questions) - len(differing)
     beside = f"; {texts} of the texts differ" if not exam.questions[0].options else ""
-    print(f"compared    {same} of {len(exam.questions)} answers are the same, {len(differing)} differ{beside}")
+    print(
+        f"compared    {same} of {len(exam.questions)} answers are the same, {len(differing)} differ{beside}"
+    )
     for difference in differing[:SHOWN]:
         gap = "" if difference.gap is None else f", the best two {difference.gap:.2g} apart"
-        print(f"            {difference.ours.name}: {short(difference.ours.compared)}, "
-              f"{sides[1].name}: {short(difference.other.compared)}, right: {difference.ours.expected}{gap}")  # fmt: skip
+        print(
+            f"            {difference.ours.name}: {short(difference.ours.compared)}, "
+            f"{sides[1].name}: {short(difference.other.compared)}, right: {difference.ours.expected}{gap}"
+        )
     if len(differing) > SHOWN:
         print(f"            and {len(differing) - SHOWN} more: --output-file has all answers")
 

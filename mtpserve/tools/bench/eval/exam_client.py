@@ -1,4 +1,5 @@
-"""A server with OpenAI's API that answers an exam, asked from a few threads with nothing but Python's own HTTP client."""
+"""A server with OpenAI's API that answers an exam, asked from a few threads with nothing but Python's own
+HTTP client."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from mtpserve.spec.plain import ListedSteps
 from mtpserve.tools.bench.eval.tasks import Exam, ExamQuestion
 
 TIMEOUT = 600.0  # seconds for one request
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxies, as for the other benchmarks
+# no proxies, as for the other benchmarks
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -58,7 +60,9 @@ class ExamServer:
 
     def scores(self, questions: Sequence[ExamQuestion]) -> list[list[float]]:
         if self.chat:
-            raise ConfigError("--chat: chat completions do not score a given text; multiple choice needs completions")
+            raise ConfigError(
+                "--chat: chat completions do not score a given text; multiple choice needs completions"
+            )
         pairs = [(question.prompt, option) for question in questions for option in question.options]
         scored = iter(self._all(self._score, pairs))
         return [[next(scored) for _ in question.options] for question in questions]
@@ -67,7 +71,10 @@ class ExamServer:
         def text(question: ExamQuestion) -> str:
             payload = {"temperature": 0, "max_tokens": exam.max_tokens, "stop": list(exam.stop)}
             if self.chat:
-                message = self._post("/v1/chat/completions", payload | {"messages": [{"role": "user", "content": question.prompt}]}).message
+                message = self._post(
+                    "/v1/chat/completions",
+                    payload | {"messages": [{"role": "user", "content": question.prompt}]},
+                ).message
                 return (message.content or "") if message is not None else ""
             return self._post("/v1/completions", payload | {"prompt": question.prompt}).text
 
@@ -82,9 +89,16 @@ class ExamServer:
         payload = {"prompt": prompt + option, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
         logprobs = self._post("/v1/completions", payload).logprobs
         if logprobs is None:
-            raise RequestFailed(f"{self.base_url}: no log-probabilities of the prompt: echo with logprobs is not supported there")
+            raise RequestFailed(
+                f"{self.base_url}: no log-probabilities of the prompt: echo with logprobs is not "
+                f"supported there"
+            )
         tokens = zip(logprobs.text_offset, logprobs.token_logprobs, strict=True)
-        inside = [score for place, score in tokens if len(prompt) <= place < len(prompt + option) and score is not None]
+        inside = [
+            score
+            for place, score in tokens
+            if len(prompt) <= place < len(prompt + option) and score is not None
+        ]
         if not inside:
             raise RequestFailed(f"{self.base_url}: none of the prompt's tokens begins with {option!r}")
         return sum(inside)
@@ -104,7 +118,9 @@ class ExamServer:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _send(self, path: str, body: dict[str, Any] | None) -> bytes:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        )
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.base_url + path, data, headers)

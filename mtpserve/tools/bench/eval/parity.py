@@ -1,5 +1,5 @@
-"""An exam's answers from one side or two, and where they differ. Who answers is an `Asker`: a server (exam_client.py), or a model in this
-process (tools/bench/eval/bench_eval.py)."""
+"""An exam's answers from one side or two, and where they differ. Who answers is an `Asker`: a server
+(exam_client.py), or a model in this process (tools/bench/eval/bench_eval.py)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Asker(Protocol):
 
 
 class ExamAnswer(msgspec.Struct, frozen=True):
-    """`found`: what is compared with the right answer: a letter, or what the text says; None if it says nothing."""
+    """`found`: what is compared with the right answer: a letter, or what the text says; None if it says
+    nothing."""
 
     name: str
     found: str | None
@@ -70,7 +71,8 @@ class Difference:
 
     @property
     def gap(self) -> float | None:
-        """How far apart the two best options are on the first side: near 0 it is a tie within rounding. None for texts."""
+        """How far apart the two best options are on the first side: near 0 it is a tie within rounding. None
+        for texts."""
         best = sorted(self.ours.scores, reverse=True)
         return best[0] - best[1] if len(best) > 1 else None
 
@@ -79,7 +81,10 @@ def answers(name: str, asker: Asker, exam: Exam) -> ExamSide:
     """An exam has questions of one kind."""
     if not exam.questions[0].options:
         texts = asker.texts(exam.questions, exam)
-        exam_answers = [ExamAnswer(q.name, exam.found(text), q.expected, text) for q, text in zip(exam.questions, texts, strict=True)]
+        exam_answers = [
+            ExamAnswer(q.name, exam.found(text), q.expected, text)
+            for q, text in zip(exam.questions, texts, strict=True)
+        ]
     else:
         scored = asker.scores(exam.questions)
         exam_answers = [
@@ -101,7 +106,9 @@ def differences(ours: ExamSide, other: ExamSide) -> list[Difference]:
 def report(exam: Exam, sides: list[ExamSide], differing: Sequence[Difference]) -> ExamReport:
     texts = sum(one.text != two.text for one, two in zip(sides[0].answers, sides[-1].answers, strict=True))
     scores = [round(side.score, 6) for side in sides]
-    return ExamReport(exam.task, exam.shots, sides, scores, [difference.ours.name for difference in differing], texts)
+    return ExamReport(
+        exam.task, exam.shots, sides, scores, [difference.ours.name for difference in differing], texts
+    )
 
 
 def read_report(file: str) -> ExamReport:

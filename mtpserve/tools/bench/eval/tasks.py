@@ -1,11 +1,12 @@
-"""Questions from files, as prompts, and what counts as a right answer: multiple choice in MMLU's format, texts in GSM8K's.
+"""Questions from files, as prompts, and what counts as a right answer: multiple choice in MMLU's format,
+texts in GSM8K's.
 
     mmlu     question,A,B,C,D,letter                                             a CSV file without a header
              {"question": text, "choices": [text, …], "answer": number or letter}   one object per line; "subject" may be there
     gsm8k    {"question": text, "answer": "… #### 42"}                            one object per line
 
-Prompts are those of lm-evaluation-harness (tasks mmlu and gsm8k): so are the answers to the same questions, and the scores. Errors are
-ConfigErrors that name the file and the line.
+Prompts are those of lm-evaluation-harness (tasks mmlu and gsm8k): so are the answers to the same questions,
+and the scores. Errors are ConfigErrors that name the file and the line.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ SPLITS = re.compile(r"_(test|val|dev)$")
 
 @dataclass(frozen=True, slots=True)
 class ExamQuestion:
-    """One question as it is asked. With `options` each of them is scored after the prompt, and the best is the answer, as its letter;
-    without, the prompt is continued. `expected`: the right letter, or the right answer's text."""
+    """One question as it is asked. With `options` each of them is scored after the prompt, and the best is
+    the answer, as its letter; without, the prompt is continued. `expected`: the right letter, or the right
+    answer's text."""
 
     name: str
     prompt: str
@@ -40,7 +42,8 @@ class ExamQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """`pattern`: what the answer is in a text, its first group or the whole; `last`: of several matches the last one."""
+    """`pattern`: what the answer is in a text, its first group or the whole; `last`: of several matches the
+    last one."""
 
     task: str
     questions: tuple[ExamQuestion, ...]
@@ -93,18 +96,29 @@ class Problem:
 
 
 def mmlu(file: str, dev: str | None, shots: int, subject: str | None) -> tuple[ExamQuestion, ...]:
-    """Every question after the first `shots` of its subject in `dev`. `subject`: of the files, instead of what their names say."""
+    """Every question after the first `shots` of its subject in `dev`. `subject`: of the files, instead of
+    what their names say."""
     examples = choices_of(dev, subject) if dev is not None else []
     questions = []
     for question in choices_of(file, subject):
-        shown = [one.answered for one in examples if question.subject in ("", one.subject) or not one.subject][:shots]
+        shown = [
+            one.answered for one in examples if question.subject in ("", one.subject) or not one.subject
+        ][:shots]
         if len(shown) < shots:
-            raise ConfigError(f"--shots {shots}: {dev or 'no --dev'} has {len(shown)} questions about {question.subject or 'it'}")
+            raise ConfigError(
+                f"--shots {shots}: {dev or 'no --dev'} has {len(shown)} questions about "
+                f"{question.subject or 'it'}"
+            )
         about = f" about {question.subject.replace('_', ' ')}" if question.subject else ""
         front = f"The following are multiple choice questions (with answers){about}.\n\n"
         options = tuple(f" {letter}" for letter in LETTERS[: len(question.choices)])
         questions.append(
-            ExamQuestion(Path(question.where).name, front + "\n\n".join([*shown, question.asked]), options, LETTERS[question.answer])
+            ExamQuestion(
+                Path(question.where).name,
+                front + "\n\n".join([*shown, question.asked]),
+                options,
+                LETTERS[question.answer],
+            )
         )
     return tuple(questions)
 
@@ -115,7 +129,10 @@ def gsm8k(file: str, dev: str | None, shots: int) -> tuple[ExamQuestion, ...]:
         raise ConfigError(f"--shots {shots}: {dev or 'no --dev'} has {len(shown)} questions")
     return tuple(
         ExamQuestion(
-            Path(problem.where).name, "\n\n".join([*shown, problem.asked]), (), plain_number(problem.answer.split("####")[-1].strip())
+            Path(problem.where).name,
+            "\n\n".join([*shown, problem.asked]),
+            (),
+            plain_number(problem.answer.split("####")[-1].strip()),
         )
         for problem in problems_of(file)
     )
@@ -126,10 +143,19 @@ def plain_number(text: str) -> str:
 
 
 def choices_of(file: str, subject: str | None) -> list[MultipleChoice]:
-    about = subject if subject is not None else SPLITS.sub("", Path(file).stem) if SPLITS.search(Path(file).stem) else ""
+    about = (
+        subject
+        if subject is not None
+        else SPLITS.sub("", Path(file).stem)
+        if SPLITS.search(Path(file).stem)
+        else ""
+    )
     if file.lower().endswith(".csv"):
         rows = csv.reader(contents(file).splitlines(keepends=True))
-        return [choice_of(f"{file}:{i}", row[0], row[1:-1], row[-1], about) for i, row in enumerate(whole_rows(rows, file), 1)]
+        return [
+            choice_of(f"{file}:{i}", row[0], row[1:-1], row[-1], about)
+            for i, row in enumerate(whole_rows(rows, file), 1)
+        ]
     questions = []
     for where, value in objects(file):
         choices = value.get("choices")
@@ -138,7 +164,11 @@ def choices_of(file: str, subject: str | None) -> list[MultipleChoice]:
         question_subject = value.get("subject") if subject is None else subject
         questions.append(
             choice_of(
-                where, value.get("question"), choices, value.get("answer"), question_subject if isinstance(question_subject, str) else about
+                where,
+                value.get("question"),
+                choices,
+                value.get("answer"),
+                question_subject if isinstance(question_subject, str) else about,
             )
         )
     return questions
@@ -147,7 +177,9 @@ def choices_of(file: str, subject: str | None) -> list[MultipleChoice]:
 def whole_rows(rows: Iterator[list[str]], file: str) -> Iterator[list[str]]:
     for i, row in enumerate((row for row in rows if row), 1):
         if len(row) < 4:
-            raise ConfigError(f"{file}:{i}: must be a question, at least two choices and a letter, got {len(row)} fields")
+            raise ConfigError(
+                f"{file}:{i}: must be a question, at least two choices and a letter, got {len(row)} fields"
+            )
         yield row
 
 
@@ -159,7 +191,10 @@ def choice_of(where: str, question: Any, choices: Sequence[Any], answer: Any, su
     letters = LETTERS[: len(choices)]
     number = letters.find(answer.strip()) if isinstance(answer, str) and len(answer.strip()) == 1 else answer
     if type(number) is not int or not 0 <= number < len(choices):
-        raise ConfigError(f"{where}: answer must be one of {', '.join(letters)}, or a number below {len(choices)}, got {answer!r}")
+        raise ConfigError(
+            f"{where}: answer must be one of {', '.join(letters)}, or a number below "
+            f"{len(choices)}, got {answer!r}"
+        )
     return MultipleChoice(where, question, tuple(choices), number, subject)
 
 

@@ -1,1 +1,2 @@
-"""`mtpserve bench serve`: a load generator for servers with OpenAI's API, its figures, tables and pictures. It starts no server."""
+"""`mtpserve bench serve`: a load generator for servers with OpenAI's API, its figures, tables and pictures.
+It starts no server."""

@@ -1,4 +1,5 @@
-"""`mtpserve bench serve`: a run against a server, or one for each load of a sweep; its tables, files and picture, and its exit code."""
+"""`mtpserve bench serve`: a run against a server, or one for each load of a sweep; its tables, files and
+picture, and its exit code."""
 
 from __future__ import annotations
 
@@ -56,7 +57,12 @@ def run(arguments: Sequence[str]) -> int:
         show_sweep(points, LOADS[bench.swept])
     if bench.chosen.plot is not None:
         what = LOADS[bench.swept] if bench.swept is not None else "one run"
-        plot(bench.chosen.plot, points, what, f"{bench.target.model or bench.target.base_url}, {bench.dataset.dataset_name}")
+        plot(
+            bench.chosen.plot,
+            points,
+            what,
+            f"{bench.target.model or bench.target.base_url}, {bench.dataset.dataset_name}",
+        )
     return 0 if any(point.summary.completed for point in points) else 1
 
 
@@ -79,7 +85,9 @@ async def all_loads(bench: ServeBench) -> list[Point]:
     first = listed[0] if listed else None
     model = bench.target.model or (first.id if first is not None else None)
     bench = replace(bench, target=replace(bench.target, model=model))
-    tokenizer = tokenizer_at(bench.chosen.tokenizer, bench.chosen.model or model, first.root if first is not None else None)
+    tokenizer = tokenizer_at(
+        bench.chosen.tokenizer, bench.chosen.model or model, first.root if first is not None else None
+    )
     return [await one_load(bench, number, load, tokenizer) for number, load in enumerate(bench.loads)]
 
 
@@ -89,13 +97,21 @@ async def one_load(bench: ServeBench, number: int, load: float, tokenizer: Bench
     concurrency = int(load) if bench.swept == "max-concurrency" else options.max_concurrency
     if bench.dataset.dataset_name not in ("random-ids", "custom"):
         print_status(bench, "making prompts ...")
-    questions = questions_of(replace(bench.dataset, seed=seed), tokenizer, FEW_IDS if tokenizer is None else tokenizer.size)
+    questions = questions_of(
+        replace(bench.dataset, seed=seed), tokenizer, FEW_IDS if tokenizer is None else tokenizer.size
+    )
     times = planned(len(questions.measured), rate, options.burstiness, Random(seed))
     count = None if tokenizer is None else tokenizer.count
     async with Client(bench.target, count) as client:
         title = "" if bench.swept is None else f"{LOADS[bench.swept]}: {load:g} "
         with progress(questions.requests, not options.disable_tqdm, title or "requests") as done:
-            raw_run = await measure(client, questions, Load(times, concurrency, options.multi_turn_delay), done, flush=options.flush_cache)
+            raw_run = await measure(
+                client,
+                questions,
+                Load(times, concurrency, options.multi_turn_delay),
+                done,
+                flush=options.flush_cache,
+            )
     summary = summarise(raw_run, bench.summary)
     described = setup(bench, questions, rate, concurrency, seed)
     report(bench, summary, raw_run, questions, load)
@@ -111,19 +127,27 @@ def print_status(bench: ServeBench, text: str) -> None:
 def report(bench: ServeBench, summary: Summary, raw_run: RawRun, questions: Questions, load: float) -> None:
     if bench.swept is not None:
         rate = f"{summary.output_throughput:,.1f} output tokens per second"
-        print(f"{LOADS[bench.swept]} {load:g}: {summary.completed:,} of {summary.requests:,} requests, {rate}", file=sys.stderr)
+        print(
+            f"{LOADS[bench.swept]} {load:g}: {summary.completed:,} of {summary.requests:,} requests, {rate}",
+            file=sys.stderr,
+        )
         if summary.completed == summary.requests:
             return  # the sweep's table has the rest
     is_cached = questions.fresh and (summary.cached_tokens or 0) > KNOWN_SHARE * summary.input_tokens
     again = (
-        ("no two prompts share anything, so the server knows these from an earlier run: another --seed, or --flush-cache",)
+        (
+            "no two prompts share anything, so the server knows these from an earlier run: another "
+            "--seed, or --flush-cache",
+        )
         if is_cached
         else ()
     )
     show(summary, raw_run, bench.metrics, (*bench.notes, *questions.notes), again)
 
 
-def setup(bench: ServeBench, questions: Questions, rate: float, concurrency: int | None, seed: int) -> dict[str, Any]:
+def setup(
+    bench: ServeBench, questions: Questions, rate: float, concurrency: int | None, seed: int
+) -> dict[str, Any]:
     options = bench.chosen
     fields = {
         "date": strftime("%Y%m%d-%H%M%S"),
@@ -163,7 +187,10 @@ def result_file(bench: ServeBench, results: dict[str, Any]) -> Path:
     rate, concurrency = results["request_rate"], results["max_concurrency"]
     load = f"{rate:g}qps" + ("" if concurrency is None else f"-concurrency{concurrency}")
     model = str(results["model_id"]).rstrip("/").rsplit("/", 1)[-1]
-    name = bench.chosen.result_filename or "-".join([bench.chosen.tag or bench.chosen.backend, load, model, results["date"]]) + ".json"
+    name = (
+        bench.chosen.result_filename
+        or "-".join([bench.chosen.tag or bench.chosen.backend, load, model, results["date"]]) + ".json"
+    )
     if bench.chosen.result_filename and bench.swept and not bench.chosen.append_result:
         name = f"{Path(name).stem}-{load}{Path(name).suffix}"
     return Path(bench.chosen.result_dir or ".") / name

@@ -1,4 +1,5 @@
-"""The options of `mtpserve bench serve`, named as in SGLang's bench_serving and vLLM's bench serve; from them the records of bench/."""
+"""The options of `mtpserve bench serve`, named as in SGLang's bench_serving and vLLM's bench serve; from them
+the records of bench/."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve bench serve",
         usage="%(prog)s [--base-url URL] [--dataset-name NAME] [options]",
-        description="Load a server with OpenAI's API and report throughput, latencies, acceptance and cost. The figures are defined in "
+        description="Load a server with OpenAI's API and report throughput, latencies, acceptance and "
+        "cost. The figures are defined in "
         "docs/bench.md. Names of options are SGLang's and vLLM's.",
     )
     of_server(arg_parser)
@@ -43,23 +45,48 @@ def parser() -> Parser:
 def of_server(arg_parser: Parser) -> None:
     group = arg_parser.add_argument_group("the server")
     names = (*COMPLETIONS, *CHAT)
-    help = f"which API is asked: /v1/completions ({', '.join(COMPLETIONS)}) or /v1/chat/completions ({', '.join(CHAT)}) (default: openai)"
-    group.add_argument("--backend", "--endpoint-type", choices=names, default="openai", metavar="NAME", help=help)
+    help = (
+        f"which API is asked: /v1/completions ({', '.join(COMPLETIONS)}) or /v1/chat/completions "
+        f"({', '.join(CHAT)}) (default: openai)"
+    )
+    group.add_argument(
+        "--backend", "--endpoint-type", choices=names, default="openai", metavar="NAME", help=help
+    )
     group.add_argument("--base-url", metavar="URL", help="http://HOST:PORT, instead of --host and --port")
     group.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
     port = f"(default: {PORT}; {VLLM_PORT} with --backend vllm, vllm-chat)"
     group.add_argument("--port", metavar="N", type=int, help=port)
     group.add_argument("--endpoint", metavar="PATH", help="the path, where it is another than the backend's")
-    group.add_argument("--model", metavar="NAME", help="the model's name in requests (default: the first that the server lists)")
-    group.add_argument("--served-model-name", metavar="NAME", help="that name, where --model is a directory for the tokenizer")
-    tokenizer = "directory or id of the tokenizer, or demo (default: --model's, or what the server says is its, where these are here)"
+    group.add_argument(
+        "--model",
+        metavar="NAME",
+        help="the model's name in requests (default: the first that the server lists)",
+    )
+    group.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="that name, where --model is a directory for the tokenizer",
+    )
+    tokenizer = (
+        "directory or id of the tokenizer, or demo (default: --model's, or what the server says is its, "
+        "where these are here)"
+    )
     group.add_argument("--tokenizer", metavar="DIR", help=tokenizer)
     group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token (default: OPENAI_API_KEY)")
-    group.add_argument("--header", metavar="NAME=VALUE", nargs="+", action="extend", default=[], help="headers of every request")
+    group.add_argument(
+        "--header",
+        metavar="NAME=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="headers of every request",
+    )
     group.add_argument("--insecure", action="store_true", help="do not verify TLS certificates")
     ready = "seconds to wait until the server answers; 0: do not look (default: 60)"
     group.add_argument("--ready-check-timeout-sec", metavar="X", type=float, default=60.0, help=ready)
-    group.add_argument("--flush-cache", action="store_true", help="empty the server's prefix cache after the warm-up")
+    group.add_argument(
+        "--flush-cache", action="store_true", help="empty the server's prefix cache after the warm-up"
+    )
 
 
 def of_dataset(arg_parser: Parser) -> None:
@@ -67,41 +94,95 @@ def of_dataset(arg_parser: Parser) -> None:
 
     def number(*names: str, help: str, default: int | None = None, shown: str | None = None) -> None:
         said = shown if shown is not None else f"(default: {default})" if default is not None else ""
-        group.add_argument(*(f"--{name}" for name in names), metavar="N", type=int, default=default, help=f"{help} {said}".strip())
+        group.add_argument(
+            *(f"--{name}" for name in names),
+            metavar="N",
+            type=int,
+            default=default,
+            help=f"{help} {said}".strip(),
+        )
 
     names = (*DATASETS, "spec_bench", "gsp")
-    group.add_argument("--dataset-name", choices=names, default="random", metavar="NAME", help=f"{', '.join(DATASETS)} (default: random)")
-    group.add_argument("--dataset-path", metavar="FILE", help="of sharegpt, custom, spec-bench; random and multi-turn may take ShareGPT's")
-    number("num-prompts", "num-prompt", help="conversations: requests, where they have one turn", default=DEFAULTS.num_prompts)
-    number("seed", help="of prompts, lengths and times; a sweep's runs have other prompts each", default=DEFAULTS.seed)
+    group.add_argument(
+        "--dataset-name",
+        choices=names,
+        default="random",
+        metavar="NAME",
+        help=f"{', '.join(DATASETS)} (default: random)",
+    )
+    group.add_argument(
+        "--dataset-path",
+        metavar="FILE",
+        help="of sharegpt, custom, spec-bench; random and multi-turn may take ShareGPT's",
+    )
+    number(
+        "num-prompts",
+        "num-prompt",
+        help="conversations: requests, where they have one turn",
+        default=DEFAULTS.num_prompts,
+    )
+    number(
+        "seed",
+        help="of prompts, lengths and times; a sweep's runs have other prompts each",
+        default=DEFAULTS.seed,
+    )
     number("random-input-len", "random-input", help="of prompts", default=DEFAULTS.random_input_len)
-    number("random-output-len", "random-output", help="of answers, at most", shown="(default: 128; 1024 with --backend sglang*)")
-    number("random-prefix-len", help="of a beginning that all random prompts share, before their own part", default=0)
-    ratio = "lengths vary: from (1 - X) to (1 + X) times the given ones; with --backend sglang* from X times to once (default: 0 there)"
-    group.add_argument("--random-range-ratio", metavar="X", type=float, help=f"{ratio}; otherwise all are of one length")
+    number(
+        "random-output-len",
+        "random-output",
+        help="of answers, at most",
+        shown="(default: 128; 1024 with --backend sglang*)",
+    )
+    number(
+        "random-prefix-len",
+        help="of a beginning that all random prompts share, before their own part",
+        default=0,
+    )
+    ratio = (
+        "lengths vary: from (1 - X) to (1 + X) times the given ones; with --backend sglang* from X "
+        "times to once (default: 0 there)"
+    )
+    group.add_argument(
+        "--random-range-ratio", metavar="X", type=float, help=f"{ratio}; otherwise all are of one length"
+    )
     number("sharegpt-output-len", help="of answers (default: as long as those in the file)")
     number("sharegpt-context-len", help="longer conversations are cut or left out")
     number("custom-output-len", help="of answers, instead of the file's output_tokens (default there: 256)")
     number("spec-bench-output-len", help="of answers", default=DEFAULTS.spec_bench_output_len)
     group.add_argument("--spec-bench-category", metavar="NAME", help="only questions of this category")
-    number("gsp-num-groups", help="groups of prompts that begin with the same system prompt", default=DEFAULTS.gsp_num_groups)
+    number(
+        "gsp-num-groups",
+        help="groups of prompts that begin with the same system prompt",
+        default=DEFAULTS.gsp_num_groups,
+    )
     number("gsp-prompts-per-group", help="prompts of each group", default=DEFAULTS.gsp_prompts_per_group)
     number("gsp-system-prompt-len", help="what a group shares", default=DEFAULTS.gsp_system_prompt_len)
     number("gsp-question-len", help="what it does not share", default=DEFAULTS.gsp_question_len)
     number("gsp-output-len", help="of answers", default=DEFAULTS.gsp_output_len)
-    number("multi-turn-num-turns", help="turns of generated conversations, each of the random lengths", default=3)
+    number(
+        "multi-turn-num-turns", help="turns of generated conversations, each of the random lengths", default=3
+    )
     pause = "seconds from an answer to the conversation's next turn (default: 0)"
     group.add_argument("--multi-turn-delay", metavar="X", type=float, default=0.0, help=pause)
-    group.add_argument("--skip-chat-template", action="store_true", help="prompts are sent as they are: so they always are")
+    group.add_argument(
+        "--skip-chat-template", action="store_true", help="prompts are sent as they are: so they always are"
+    )
 
 
 def of_load(arg_parser: Parser) -> None:
     group = arg_parser.add_argument_group("how much at once")
     rate = "conversations per second, at times drawn in advance (default: inf, all at once)"
     group.add_argument("--request-rate", metavar="X", type=float, default=math.inf, help=rate)
-    burstiness = "of these times: 1 is a Poisson process, less comes in bursts, more is more even (default: 1)"
+    burstiness = (
+        "of these times: 1 is a Poisson process, less comes in bursts, more is more even (default: 1)"
+    )
     group.add_argument("--burstiness", metavar="X", type=float, default=1.0, help=burstiness)
-    group.add_argument("--max-concurrency", metavar="N", type=int, help="most requests at once; others wait, and the wait is reported")
+    group.add_argument(
+        "--max-concurrency",
+        metavar="N",
+        type=int,
+        help="most requests at once; others wait, and the wait is reported",
+    )
     warm = "requests before the run that are not measured, with short answers (default: 1)"
     group.add_argument("--warmup-requests", "--num-warmups", metavar="N", type=int, default=1, help=warm)
     sweep = "one run for each load, as max-concurrency=1,2,4,8 or request-rate=1,2,4"
@@ -113,37 +194,71 @@ def of_requests(arg_parser: Parser) -> None:
     group.add_argument("--temperature", metavar="X", type=float, default=0.0, help="(default: 0)")
     for name in SAMPLING:
         flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, metavar="X", type=int if name == "top_k" else float, help="(default: the server's)")
+        group.add_argument(
+            flag, metavar="X", type=int if name == "top_k" else float, help="(default: the server's)"
+        )
     ignore = "answers are as long as they may be, whatever the model says (default with --backend sglang*)"
     group.add_argument("--ignore-eos", action="store_true", default=None, help=ignore)
-    group.add_argument("--disable-ignore-eos", action="store_false", dest="ignore_eos", help="the model may end its answers")
-    group.add_argument("--disable-stream", "--no-stream", action="store_true", help="answers come whole: no TTFT, TPOT and ITL")
+    group.add_argument(
+        "--disable-ignore-eos", action="store_false", dest="ignore_eos", help="the model may end its answers"
+    )
+    group.add_argument(
+        "--disable-stream",
+        "--no-stream",
+        action="store_true",
+        help="answers come whole: no TTFT, TPOT and ITL",
+    )
     extra = "fields of every request, as a JSON object; they replace those of this program"
     group.add_argument("--extra-request-body", "--extra-body", metavar="JSON", help=extra)
-    group.add_argument("--request-id-prefix", metavar="TEXT", help="send the header x-request-id: this and a number")
+    group.add_argument(
+        "--request-id-prefix", metavar="TEXT", help="send the header x-request-id: this and a number"
+    )
 
 
 def of_report(arg_parser: Parser) -> None:
     group = arg_parser.add_argument_group("the report")
     goodput = "limits of a good request in milliseconds: ttft, tpot and e2el, as ttft:500 tpot:20"
     group.add_argument("--goodput", metavar="NAME:MS", nargs="+", action="extend", default=[], help=goodput)
-    group.add_argument("--metric-percentiles", metavar="P,P,...", default="90,95,99", help="(default: 90,95,99)")
+    group.add_argument(
+        "--metric-percentiles", metavar="P,P,...", default="90,95,99", help="(default: 90,95,99)"
+    )
     metrics = f"which latencies the table has (default: {','.join(NAMES)})"
     group.add_argument("--percentile-metrics", metavar="NAME,...", default=",".join(NAMES), help=metrics)
     price = "the machine's price: gives the run's cost per million input and output tokens"
     group.add_argument("--price-per-hour", metavar="X", type=float, help=price)
     ratio = "for that: how many input tokens an output token costs (default: 4)"
     group.add_argument("--output-price-ratio", metavar="X", type=float, default=4.0, help=ratio)
-    group.add_argument("--plot", metavar="FILE", help="draw throughput against latency, and acceptance by position: .png, .svg, .pdf")
-    group.add_argument("--output-file", metavar="FILE", help="add the results to this file, as one line of JSON for each run")
+    group.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw throughput against latency, and acceptance by position: .png, .svg, .pdf",
+    )
+    group.add_argument(
+        "--output-file", metavar="FILE", help="add the results to this file, as one line of JSON for each run"
+    )
     details = "with every request's times and text in it"
     group.add_argument("--output-details", "--save-detailed", action="store_true", help=details)
-    group.add_argument("--save-result", action="store_true", help="write the results to a file of their own, as vLLM's client does")
+    group.add_argument(
+        "--save-result",
+        action="store_true",
+        help="write the results to a file of their own, as vLLM's client does",
+    )
     group.add_argument("--append-result", action="store_true", help="add to that file, where it exists")
     group.add_argument("--result-dir", metavar="DIR", help="where that file is (default: here)")
-    group.add_argument("--result-filename", metavar="FILE", help="its name (default: made of backend, load, model and date)")
-    group.add_argument("--metadata", metavar="NAME=VALUE", nargs="+", action="extend", default=[], help="fields to add to the results")
-    group.add_argument("--tag", metavar="TEXT", help="the field `tag` of the results, and a part of the file's name")
+    group.add_argument(
+        "--result-filename", metavar="FILE", help="its name (default: made of backend, load, model and date)"
+    )
+    group.add_argument(
+        "--metadata",
+        metavar="NAME=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="fields to add to the results",
+    )
+    group.add_argument(
+        "--tag", metavar="TEXT", help="the field `tag` of the results, and a part of the file's name"
+    )
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
 
@@ -166,26 +281,63 @@ def bench_of(options: Namespace) -> ServeBench:
     """Raises ConfigError for the first value that makes no sense."""
     check_numbers(options)
     swept, loads = sweep_of(options)
-    notes = [f"--backend {options.backend}: /v1/completions is asked, not /generate"] if options.backend in NATIVE else []
+    notes = (
+        [f"--backend {options.backend}: /v1/completions is asked, not /generate"]
+        if options.backend in NATIVE
+        else []
+    )
     rated = swept == "request-rate" or (swept is None and math.isfinite(options.request_rate))
     goodput = goodput_of(options.goodput) or None
-    summary = SummaryOptions(percentiles_of(options.metric_percentiles), goodput, options.price_per_hour, options.output_price_ratio, rated)
+    summary = SummaryOptions(
+        percentiles_of(options.metric_percentiles),
+        goodput,
+        options.price_per_hour,
+        options.output_price_ratio,
+        rated,
+    )
     metrics = tuple(part.strip() for part in options.percentile_metrics.split(","))
-    check(set(metrics) <= set(NAMES), "percentile_metrics", options.percentile_metrics, f"of {', '.join(NAMES)}, with commas between them")
-    return ServeBench(target_of(options), dataset_of(options), summary, swept, loads, options, pairs("metadata", options.metadata), metrics,
+    check(
+        set(metrics) <= set(NAMES),
+        "percentile_metrics",
+        options.percentile_metrics,
+        f"of {', '.join(NAMES)}, with commas between them",
+    )
+    return ServeBench(target_of(options), dataset_of(options), summary, swept, loads, options,
+        pairs("metadata", options.metadata), metrics,
                       tuple(notes))  # fmt: skip
 
 
 def check_numbers(options: Namespace) -> None:
-    lengths = [field.name for field in fields(DatasetOptions) if field.name.endswith("_len") and field.name != "random_prefix_len"]
-    counts = ("num_prompts", "gsp_num_groups", "gsp_prompts_per_group", "multi_turn_num_turns", "max_concurrency")
+    lengths = [
+        field.name
+        for field in fields(DatasetOptions)
+        if field.name.endswith("_len") and field.name != "random_prefix_len"
+    ]
+    counts = (
+        "num_prompts",
+        "gsp_num_groups",
+        "gsp_prompts_per_group",
+        "multi_turn_num_turns",
+        "max_concurrency",
+    )
     for name in (*counts, *lengths):
         check((value := getattr(options, name)) is None or value >= 1, name, value, "at least 1")
-    for name in ("warmup_requests", "random_prefix_len", "multi_turn_delay", "ready_check_timeout_sec", "temperature"):
+    for name in (
+        "warmup_requests",
+        "random_prefix_len",
+        "multi_turn_delay",
+        "ready_check_timeout_sec",
+        "temperature",
+    ):
         check(0 <= (value := getattr(options, name)) < math.inf, name, value, "at least 0")
     for name in ("request_rate", "burstiness", "output_price_ratio", "price_per_hour"):
         value = getattr(options, name)
-        check(value is None or (value > 0 and (name == "request_rate" or value < math.inf)), name, value, "above 0")
+        check(
+            value is None or (value > 0 and (name == "request_rate" or value < math.inf)),
+            name,
+            value,
+            "above 0",
+        )
     check(options.port is None or 0 < options.port < 65536, "port", options.port, "in [1, 65535]")
 
 
@@ -193,11 +345,18 @@ def target_of(options: Namespace) -> Target:
     chat = options.backend in CHAT
     port = options.port or (VLLM_PORT if options.backend.startswith("vllm") else PORT)
     url = (options.base_url or f"http://{options.host}:{port}").rstrip("/").removesuffix("/v1")
-    check(url.startswith(("http://", "https://")), "base_url", options.base_url, "http://HOST:PORT or https://HOST:PORT")
+    check(
+        url.startswith(("http://", "https://")),
+        "base_url",
+        options.base_url,
+        "http://HOST:PORT or https://HOST:PORT",
+    )
     endpoint = options.endpoint or ("/v1/chat/completions" if chat else "/v1/completions")
     if endpoint.rstrip("/").endswith("chat/completions") != chat:
         fitting = "openai" if chat else "openai-chat"
-        raise ConfigError(f"--endpoint {endpoint} does not fit --backend {options.backend}: use --backend {fitting}")
+        raise ConfigError(
+            f"--endpoint {endpoint} does not fit --backend {options.backend}: use --backend {fitting}"
+        )
     key = options.api_key or os.environ.get("OPENAI_API_KEY")
     headers = ({"Authorization": f"Bearer {key}"} if key else {}) | pairs("header", options.header)
     body: dict[str, Any] = {"temperature": options.temperature}
@@ -205,16 +364,26 @@ def target_of(options: Namespace) -> Target:
     if options.ignore_eos or (options.ignore_eos is None and options.backend.startswith("sglang")):
         body["ignore_eos"] = True
     body |= json_object("extra_request_body", options.extra_request_body)
-    return Target(url, "/" + endpoint.lstrip("/"), chat, options.served_model_name or options.model, not options.disable_stream, body,
+    return Target(url, "/" + endpoint.lstrip("/"), chat, options.served_model_name or options.model,
+        not options.disable_stream, body,
                   headers, options.insecure, options.request_id_prefix)  # fmt: skip
 
 
 def dataset_of(options: Namespace) -> DatasetOptions:
-    values = {field.name: getattr(options, field.name) for field in fields(DatasetOptions) if hasattr(options, field.name)}
+    values = {
+        field.name: getattr(options, field.name)
+        for field in fields(DatasetOptions)
+        if hasattr(options, field.name)
+    }
     sglang = options.backend.startswith("sglang")
     output = options.random_output_len or (1024 if sglang else DEFAULTS.random_output_len)
     ratio = options.random_range_ratio if options.random_range_ratio is not None or not sglang else 0.0
-    more = {"warm": options.warmup_requests, "shrinks": sglang, "chat": options.backend in CHAT, "random_range_ratio": ratio}
+    more = {
+        "warm": options.warmup_requests,
+        "shrinks": sglang,
+        "chat": options.backend in CHAT,
+        "random_range_ratio": ratio,
+    }
     return DatasetOptions(**values | more | {"random_output_len": output})
 
 
@@ -229,8 +398,17 @@ def sweep_of(options: Namespace) -> tuple[str | None, tuple[float, ...]]:
     except ValueError:
         loads = ()
     whole = name == "request-rate" or all(load == int(load) for load in loads if math.isfinite(load))
-    good = bool(loads) and whole and all(load > 0 and (name == "request-rate" or load < math.inf) for load in loads)
-    check(good, "sweep", options.sweep, f"{allowed}, with {'whole ' if name == 'max-concurrency' else ''}numbers above 0")
+    good = (
+        bool(loads)
+        and whole
+        and all(load > 0 and (name == "request-rate" or load < math.inf) for load in loads)
+    )
+    check(
+        good,
+        "sweep",
+        options.sweep,
+        f"{allowed}, with {'whole ' if name == 'max-concurrency' else ''}numbers above 0",
+    )
     if getattr(options, name.replace("-", "_")) not in (None, math.inf):
         raise ConfigError(f"--{name} is what --sweep {options.sweep} varies: give one of them")
     return name, loads
@@ -259,7 +437,9 @@ def goodput_of(entries: Sequence[str]) -> dict[str, float]:
             limit = float(value)
         except ValueError:
             limit = -1.0
-        check(name in ("ttft", "tpot", "e2el") and limit >= 0, "goodput", entry, "ttft:MS, tpot:MS or e2el:MS")
+        check(
+            name in ("ttft", "tpot", "e2el") and limit >= 0, "goodput", entry, "ttft:MS, tpot:MS or e2el:MS"
+        )
         limits[name] = limit / 1000
     return limits
 

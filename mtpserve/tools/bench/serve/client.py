@@ -1,4 +1,5 @@
-"""Requests over HTTP, by aiohttp: one request and what became of it, the server's counters, and what is asked before and after a run."""
+"""Requests over HTTP, by aiohttp: one request and what became of it, the server's counters, and what is asked
+before and after a run."""
 
 from __future__ import annotations
 
@@ -83,10 +84,14 @@ class Client:
             import aiohttp
         except ImportError as error:
             raise ConfigError(f"mtpserve bench serve needs aiohttp, and {INSTALL}") from error
-        # Servers close idle connections after five seconds or more; one that is closed while a request is on its way is a failure.
+        # Servers close idle connections after five seconds or more; one that is closed while a request is on
+        # its way is a failure.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3, ssl=not self.target.insecure)
         self._session = aiohttp.ClientSession(
-            connector=connector, headers=dict(self.target.headers), timeout=aiohttp.ClientTimeout(total=TIMEOUT), read_bufsize=1 << 20
+            connector=connector,
+            headers=dict(self.target.headers),
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT),
+            read_bufsize=1 << 20,
         )
         return self
 
@@ -102,8 +107,11 @@ class Client:
             payload["stream_options"] = dict(self._usage)
         return payload | prompt_of(turn.prompt, history, self.target.chat) | dict(self.target.body)
 
-    async def ask(self, turn: AskedTurn, history: History, planned: float, ready: float, category: str = "") -> Measured:
-        """Sends one request and reads its answer. Never raises for what a server or the network does: that is a Failure."""
+    async def ask(
+        self, turn: AskedTurn, history: History, planned: float, ready: float, category: str = ""
+    ) -> Measured:
+        """Sends one request and reads its answer. Never raises for what a server or the network does: that is
+        a Failure."""
         reader, answer = AnswerReader(self.target.stream, self._tokens), (0, b"")
         at = self.clock.now()
         for _ in range(3):
@@ -131,7 +139,9 @@ class Client:
         if self.target.id_prefix is not None:
             headers["x-request-id"] = f"{self.target.id_prefix}{self._sent}"
         self._sent += 1
-        async with self._session.post(self.target.base_url + self.target.endpoint, data=data, headers=headers) as response:
+        async with self._session.post(
+            self.target.base_url + self.target.endpoint, data=data, headers=headers
+        ) as response:
             if response.status != 200:
                 return response.status, await response.read()
             async for part in response.content.iter_any():
@@ -139,7 +149,8 @@ class Client:
         return 200, b""
 
     def _refused_usage(self, answer: tuple[int, bytes], stream_options: Mapping[str, bool] | None) -> bool:
-        """Whether the request is to be sent again without an option that the server does not know: it is then left out for good."""
+        """Whether the request is to be sent again without an option that the server does not know: it is then
+        left out for good."""
         status, body = answer
         if status not in (400, 422) or stream_options is None or not self.target.stream:
             return False
@@ -165,14 +176,23 @@ class Client:
             try:
                 status, body = await self.get("/v1/models")
                 if status in (401, 403):
-                    raise BenchError(f"{self.target.base_url} refuses: {message_of(body)}; --api-key KEY, or OPENAI_API_KEY")
+                    raise BenchError(
+                        f"{self.target.base_url} refuses: {message_of(body)}; --api-key KEY, or "
+                        f"OPENAI_API_KEY"
+                    )
                 if status < 500:
                     return
                 why = f"HTTP {status}: {message_of(body)}"
             except (aiohttp.ClientError, OSError) as error:
-                why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error) or type(error).__name__
+                why = (
+                    os.strerror(error.errno)
+                    if isinstance(error, OSError) and error.errno
+                    else str(error) or type(error).__name__
+                )
             if self.clock.now() >= end:
-                raise BenchError(f"no server is ready at {self.target.base_url}: {why} (--ready-check-timeout-sec)")
+                raise BenchError(
+                    f"no server is ready at {self.target.base_url}: {why} (--ready-check-timeout-sec)"
+                )
             await self.clock.sleep(min(1.0, max(0.05, end - self.clock.now())))
 
     async def models(self) -> Sequence[ListedModel]:
@@ -186,7 +206,8 @@ class Client:
             return ()
 
     async def counters(self) -> ServerCounters | None:
-        """Once they no longer change: an engine tells its front end what it has counted a moment later. None: there are none."""
+        """Once they no longer change: an engine tells its front end what it has counted a moment later. None:
+        there are none."""
         import aiohttp
 
         last: ServerCounters | None = None
@@ -203,7 +224,8 @@ class Client:
         return last
 
     async def flush_cache(self) -> None:
-        """SGLang's route or vLLM's; ours has both. Raises BenchError where there is none, or where it refuses."""
+        """SGLang's route or vLLM's; ours has both. Raises BenchError where there is none, or where it
+        refuses."""
         import aiohttp
 
         assert self._session is not None
@@ -244,12 +266,16 @@ def reason_of(error: Exception) -> str:
 
     if isinstance(error, aiohttp.ClientConnectorError):
         return "cannot connect"
-    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError | aiohttp.ClientOSError):
+    if isinstance(
+        error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError | aiohttp.ClientOSError
+    ):
         return "disconnected"
     return type(error).__name__
 
 
-def measured(turn: AskedTurn, reader: AnswerReader, sent: Sent, end: float, streamed: bool, category: str) -> Measured:
+def measured(
+    turn: AskedTurn, reader: AnswerReader, sent: Sent, end: float, streamed: bool, category: str
+) -> Measured:
     arrivals, by = reader.tokens()
     usage = reader.usage
     counted = sum(arrival.tokens for arrival in arrivals)

@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 BY_USAGE = "usage"  # each chunk says how many tokens there are so far
-BY_TOKENIZER = "tokenizer"  # the tokenizer's count of each chunk's text, scaled to the total from usage where there is one
+# the tokenizer's count of each chunk's text, scaled to the total from usage where there is one
+BY_TOKENIZER = "tokenizer"
 BY_LENGTH = "characters"  # the total is usage's, divided among the chunks by their characters
 BY_CHUNK = "chunks"  # nobody says: each chunk is taken for one token
 
@@ -28,7 +29,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """When a request was due, when its turn came, and when it was written: between `ready` and `at` it waited for a slot."""
+    """When a request was due, when its turn came, and when it was written: between `ready` and `at` it waited
+    for a slot."""
 
     planned: float
     ready: float
@@ -86,21 +88,26 @@ class Measured:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first. Tokens that came with the first took no time, and count, as in the peers' clients."""
+        """Seconds per token after the first. Tokens that came with the first took no time, and count, as in
+        the peers' clients."""
         if not self.streamed or self.output_tokens < 2 or len(self.arrivals) < 2:
             return None
         return (self.arrivals[-1].time - self.arrivals[0].time) / (self.output_tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Inter-token latencies: k tokens in one chunk waited for a k-th of the gap each. Those of the first chunk have none."""
+        """Inter-token latencies: k tokens in one chunk waited for a k-th of the gap each. Those of the first
+        chunk have none."""
         if not self.streamed:
             return []
-        return [wait for a, b in pairwise(self.arrivals) for wait in [(b.time - a.time) / b.tokens] * b.tokens]
+        return [
+            wait for a, b in pairwise(self.arrivals) for wait in [(b.time - a.time) / b.tokens] * b.tokens
+        ]
 
 
 def shares(total: int, weights: Sequence[int]) -> list[int]:
-    """`total` divided by weight, in whole numbers that sum to it: the largest remainders get what is left over."""
+    """`total` divided by weight, in whole numbers that sum to it: the largest remainders get what is left
+    over."""
     whole = sum(weights)
     if not whole:
         return [total // len(weights) + (i < total % len(weights)) for i in range(len(weights))]

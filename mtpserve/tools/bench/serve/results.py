@@ -1,4 +1,5 @@
-"""A run as JSON, under the names of vLLM's and SGLang's clients where they have one. Times in milliseconds (`_ms`) or seconds."""
+"""A run as JSON, under the names of vLLM's and SGLang's clients where they have one. Times in milliseconds
+(`_ms`) or seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from mtpserve.tools.bench.serve.measured import Measured
 from mtpserve.tools.bench.serve.run import RawRun
 from mtpserve.tools.bench.serve.summary import Spread, Summary
 
-TIMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2e", "e2el_from_planned": "from_planned", "lateness": "lateness",
+TIMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2e", "e2el_from_planned": "from_planned",
+    "lateness": "lateness",
          "slot_wait": "slot_wait"}  # fmt: skip
 
 
@@ -35,7 +37,10 @@ def as_json(summary: Summary, run: RawRun, setup: Mapping[str, Any]) -> dict[str
         "duration": summary.seconds,
         "completed": summary.completed,
         "failed": summary.requests - summary.completed,
-        "failures": [{"reason": reason, "count": count, "example": example} for reason, count, example in summary.failures],
+        "failures": [
+            {"reason": reason, "count": count, "example": example}
+            for reason, count, example in summary.failures
+        ],
         "total_input_tokens": summary.input_tokens,
         "total_output_tokens": summary.output_tokens,
         "total_cached_tokens": summary.cached_tokens,
@@ -55,15 +60,24 @@ def as_json(summary: Summary, run: RawRun, setup: Mapping[str, Any]) -> dict[str
         results |= of_spread(name, getattr(summary, field), 1000, "_ms")
     results |= of_spread("output_throughput_per_user", summary.per_user, 1, "")
     if (prompts := summary.prompts) is not None:
-        results["prompt_tokens_against_intended"] = {"compared": prompts.compared, "differ": prompts.differ,
-                                                  "mean_difference": prompts.mean_difference, "largest": prompts.largest}  # fmt: skip
+        results["prompt_tokens_against_intended"] = {
+            "compared": prompts.compared,
+            "differ": prompts.differ,
+            "mean_difference": prompts.mean_difference,
+            "largest": prompts.largest,
+        }
     if (price := summary.price) is not None:
-        results["cost"] = {"total": price.total, "per_million_input_tokens": price.per_million_input,
-                        "per_million_output_tokens": price.per_million_output, "output_price_ratio": price.ratio,
-                        "per_million_output_tokens_if_input_is_free": price.per_million_output_alone}  # fmt: skip
+        results["cost"] = {
+            "total": price.total,
+            "per_million_input_tokens": price.per_million_input,
+            "per_million_output_tokens": price.per_million_output,
+            "output_price_ratio": price.ratio,
+            "per_million_output_tokens_if_input_is_free": price.per_million_output_alone,
+        }
     if summary.categories:
         results["categories"] = [
-            {"category": category.name, "requests": category.requests, "output_tokens": category.output_tokens,
+            {"category": category.name, "requests": category.requests,
+                "output_tokens": category.output_tokens,
              "tokens_per_step": category.tokens_per_step, "acceptance_rate": category.rate,
              "mean_tpot_ms": None if category.tpot is None else 1000 * category.tpot.mean}
             for category in summary.categories]  # fmt: skip
@@ -83,7 +97,10 @@ def details(requests: Sequence[Measured], start: float) -> dict[str, Any]:
         "planned_times": [request.sent.planned - start for request in requests],
         "finish_reasons": [request.finish for request in requests],
         "generated_texts": [request.text for request in requests],
-        "errors": ["" if request.failure is None else f"{request.failure.reason}: {request.failure.detail}" for request in requests],
+        "errors": [
+            "" if request.failure is None else f"{request.failure.reason}: {request.failure.detail}"
+            for request in requests
+        ],
     }
 
 
@@ -114,7 +131,8 @@ def folder(option: str, name: str) -> None:
 
 
 def writable(option: str, file: str) -> None:
-    """Before the run, which may take an hour: raises ConfigError where `file` cannot be written. Leaves no empty file behind."""
+    """Before the run, which may take an hour: raises ConfigError where `file` cannot be written. Leaves no
+    empty file behind."""
     path = Path(file)
     if path.is_dir():
         raise ConfigError(f"--{option} {file}: Is a directory")

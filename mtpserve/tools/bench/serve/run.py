@@ -23,7 +23,9 @@ class Asks(Protocol):
 
     clock: Clock
 
-    async def ask(self, turn: AskedTurn, history: History, planned: float, ready: float, category: str = "") -> Measured: ...
+    async def ask(
+        self, turn: AskedTurn, history: History, planned: float, ready: float, category: str = ""
+    ) -> Measured: ...
 
     async def counters(self) -> ServerCounters | None: ...
 
@@ -52,15 +54,20 @@ class RawRun:
         return max((request.end for request in self.requests), default=self.start) - self.start
 
 
-async def send_all(client: Asks, conversations: Sequence[AskedConversation], load: Load, done: Done) -> list[Measured]:
-    """In the order of `conversations`. Open loop: a conversation begins at its time whatever became of those before it; only
-    `concurrency` holds requests back, and how long is measured."""
+async def send_all(
+    client: Asks, conversations: Sequence[AskedConversation], load: Load, done: Done
+) -> list[Measured]:
+    """In the order of `conversations`. Open loop: a conversation begins at its time whatever became of those
+    before it; only `concurrency` holds requests back, and how long is measured."""
     clock, start = client.clock, client.clock.now()
-    slots: AbstractAsyncContextManager[object] = nullcontext() if load.concurrency is None else asyncio.Semaphore(load.concurrency)
+    slots: AbstractAsyncContextManager[object] = (
+        nullcontext() if load.concurrency is None else asyncio.Semaphore(load.concurrency)
+    )
     tasks = []
     for conversation, time_ in zip(conversations, load.times, strict=True):
         await clock.sleep(0)  # those on their way go on, even where the next one is late
-        while (wait := start + time_ - clock.now()) > 0:  # timers of some event loops are early by up to a millisecond
+        # timers of some event loops are early by up to a millisecond
+        while (wait := start + time_ - clock.now()) > 0:
             await clock.sleep(wait)
         talk = talk_through(client, conversation, start + time_, load.pause, slots, done)
         tasks.append(asyncio.create_task(talk))
@@ -69,7 +76,8 @@ async def send_all(client: Asks, conversations: Sequence[AskedConversation], loa
 
 async def talk_through(client: Asks, conversation: AskedConversation, planned: float, pause: float,
                        slots: AbstractAsyncContextManager[object], done: Done) -> list[Measured]:  # fmt: skip
-    """One conversation, turn after turn. Where a turn fails, those after it cannot be asked, and have failed too."""
+    """One conversation, turn after turn. Where a turn fails, those after it cannot be asked, and have failed
+    too."""
     answers: list[Measured] = []
     history, clock = History(), client.clock
     for turn in conversation.turns:
@@ -80,7 +88,13 @@ async def talk_through(client: Asks, conversation: AskedConversation, planned: f
         ready = clock.now()
         if answers and answers[-1].failure is not None:
             unsent = Failure("not sent: the turn before it failed")
-            answer = Measured(Sent(ready, ready, ready), ready, asked=turn.output, category=conversation.category, failure=unsent)
+            answer = Measured(
+                Sent(ready, ready, ready),
+                ready,
+                asked=turn.output,
+                category=conversation.category,
+                failure=unsent,
+            )
         else:
             async with slots:
                 answer = await client.ask(turn, history, planned, ready, conversation.category)
@@ -95,11 +109,15 @@ async def warm_up(client: Asks, conversations: Sequence[AskedConversation]) -> l
     """The first turns, all at once, with short answers."""
     now = client.clock.now()
     turns = [conversation.turns[0] for conversation in conversations]
-    short = [AskedTurn(turn.prompt, min(turn.output or WARM_OUTPUT, WARM_OUTPUT), turn.tokens) for turn in turns]
+    short = [
+        AskedTurn(turn.prompt, min(turn.output or WARM_OUTPUT, WARM_OUTPUT), turn.tokens) for turn in turns
+    ]
     return list(await asyncio.gather(*(client.ask(turn, History(), now, now) for turn in short)))
 
 
-async def measure(client: Asks, questions: Questions, load: Load, done: Done, *, flush: bool = False) -> RawRun:
+async def measure(
+    client: Asks, questions: Questions, load: Load, done: Done, *, flush: bool = False
+) -> RawRun:
     """Warm-up, counters, the run, counters."""
     await warm_up(client, questions.warm)
     if flush:
@@ -109,5 +127,9 @@ async def measure(client: Asks, questions: Questions, load: Load, done: Done, *,
     requests = await send_all(client, questions.measured, load, done)
     cpu = time.process_time() - cpu
     after = await client.counters() if before is not None else None
-    server = after.since(before) if after is not None and before is not None and after.server == before.server else None
+    server = (
+        after.since(before)
+        if after is not None and before is not None and after.server == before.server
+        else None
+    )
     return RawRun(tuple(requests), start, server, cpu)

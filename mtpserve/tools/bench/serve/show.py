@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDTH = 200  # of tables that are not written to a terminal
-NAMES = {"ttft": "TTFT, first token", "tpot": "TPOT, per token", "itl": "ITL, between tokens", "e2el": "E2EL, whole request"}
+NAMES = {
+    "ttft": "TTFT, first token",
+    "tpot": "TPOT, per token",
+    "itl": "ITL, between tokens",
+    "e2el": "E2EL, whole request",
+}
 
 
 def console_of(error: bool = False) -> Console:
@@ -63,10 +68,14 @@ def two_digits(value: float | None) -> str:
 
 
 def milliseconds(values: Spread) -> list[str]:
-    return [number(1000 * value) for value in (values.mean, values.median, *(value for _, value in values.percentiles), values.max)]
+    return [
+        number(1000 * value)
+        for value in (values.mean, values.median, *(value for _, value in values.percentiles), values.max)
+    ]
 
 
-def show(summary: Summary, run: RawRun, percentile_metrics: Sequence[str], notes: Sequence[str] = (), warned: Sequence[str] = (),
+def show(summary: Summary, run: RawRun, percentile_metrics: Sequence[str], notes: Sequence[str] = (),
+    warned: Sequence[str] = (),
          console: Console | None = None) -> None:  # fmt: skip
     console = console or console_of()
     emit(console, rates(console, summary))
@@ -83,7 +92,11 @@ def show(summary: Summary, run: RawRun, percentile_metrics: Sequence[str], notes
 
 def rates(console: Console, summary: Summary) -> Table:
     table = table_of(
-        console, f"{summary.completed:,} of {summary.requests:,} requests in {summary.seconds:,.2f} s", "", " total ", "per second "
+        console,
+        f"{summary.completed:,} of {summary.requests:,} requests in {summary.seconds:,.2f} s",
+        "",
+        " total ",
+        "per second ",
     )
     rows: list[tuple[str, float | None, float | None]] = [
         ("requests", summary.completed, summary.request_throughput),
@@ -96,7 +109,9 @@ def rates(console: Console, summary: Summary) -> Table:
     if summary.goodput is not None:
         rows.append(("good requests", round(summary.goodput * summary.seconds), summary.goodput))
     for name, total, rate in rows:
-        table.add_row(name, number(total) if total is not None else "", number(rate) if rate is not None else "")
+        table.add_row(
+            name, number(total) if total is not None else "", number(rate) if rate is not None else ""
+        )
     table.add_row("requests at once, peak", number(summary.peak_concurrency))
     table.add_row("requests at once, mean", number(summary.concurrency))
     if (price := summary.price) is not None:
@@ -114,7 +129,11 @@ def latencies(console: Console, summary: Summary, metrics: Sequence[str]) -> Tab
     rows = [(NAMES[name], spreads[name]) for name in NAMES if name in metrics]
     if summary.from_planned is not None:
         rows += [("  from planned time", summary.from_planned), ("lateness of sending", summary.lateness)]
-        rows += [("wait for a slot", summary.slot_wait)] if summary.slot_wait is not None and summary.slot_wait.max > 1e-3 else []
+        rows += (
+            [("wait for a slot", summary.slot_wait)]
+            if summary.slot_wait is not None and summary.slot_wait.max > 1e-3
+            else []
+        )
     for name, values in rows:
         if values is not None:
             table.add_row(name, *milliseconds(values))
@@ -140,11 +159,19 @@ def categories(console: Console, summary: Summary) -> Table | None:
     if not summary.categories:
         return None
     table = table_of(
-        console, "by category", "category", "requests ", "output tokens ", "tokens per step ", "acceptance rate ", "TPOT ms, mean "
+        console,
+        "by category",
+        "category",
+        "requests ",
+        "output tokens ",
+        "tokens per step ",
+        "acceptance rate ",
+        "TPOT ms, mean ",
     )
     for category in summary.categories:
         rate = "-" if category.rate is None else f"{category.rate:.1%}"
-        table.add_row(category.name, number(category.requests), number(category.output_tokens), two_digits(category.tokens_per_step), rate,
+        table.add_row(category.name, number(category.requests), number(category.output_tokens),
+            two_digits(category.tokens_per_step), rate,
                      "-" if category.tpot is None else number(1000 * category.tpot.mean))  # fmt: skip
     return table
 
@@ -152,7 +179,13 @@ def categories(console: Console, summary: Summary) -> Table | None:
 def failures(console: Console, summary: Summary) -> Table | None:
     if not summary.failures:
         return None
-    table = table_of(console, f"{summary.requests - summary.completed:,} requests failed", "reason", "requests ", "for example")
+    table = table_of(
+        console,
+        f"{summary.requests - summary.completed:,} requests failed",
+        "reason",
+        "requests ",
+        "for example",
+    )
     table.columns[2].no_wrap = False
     for reason, count, example in summary.failures:
         table.add_row(reason, number(count), example)
@@ -161,39 +194,68 @@ def failures(console: Console, summary: Summary) -> Table | None:
 
 def remarks(summary: Summary, run: RawRun) -> Iterator[str]:
     if summary.cached_tokens is not None and summary.input_tokens:
-        yield f"{summary.cached_tokens:,} of the input tokens ({summary.cached_tokens / summary.input_tokens:.1%}) were in the prefix cache"
+        yield (
+            f"{summary.cached_tokens:,} of the input tokens "
+            f"({summary.cached_tokens / summary.input_tokens:.1%}) were in the prefix cache"
+        )
     elif run.server is not None and run.server.cached is not None and run.server.prompt:
-        yield f"{run.server.cached:,.0f} of the input tokens ({run.server.cached / run.server.prompt:.1%}) were in the prefix cache"
+        yield (
+            f"{run.server.cached:,.0f} of the input tokens "
+            f"({run.server.cached / run.server.prompt:.1%}) were in the prefix cache"
+        )
     if (prompts := summary.prompts) is not None and prompts.differ:
-        yield (f"{prompts.differ:,} of {prompts.compared:,} prompts have another number of tokens than was meant, on average "
+        yield (f"{prompts.differ:,} of {prompts.compared:,} prompts have another number of tokens than was "
+f"meant, on average "
                f"{prompts.mean_difference:+.2f}, at most {prompts.largest:+,}")  # fmt: skip
     if summary.short:
-        yield f"{summary.short:,} answers were shorter than they might be: the model ended them (--ignore-eos)"
+        yield (
+            f"{summary.short:,} answers were shorter than they might be: the model ended them (--ignore-eos)"
+        )
     if summary.price is not None:
         price = summary.price
-        yield (f"an output token costs {price.ratio:g} input tokens (--output-price-ratio); with input for nothing, a million output "
+        yield (f"an output token costs {price.ratio:g} input tokens (--output-price-ratio); with input for "
+f"nothing, a million output "
                f"tokens cost {price.per_million_output_alone:,.4f}")  # fmt: skip
     if summary.categories and not any(category.tokens_per_step for category in summary.categories):
-        yield "this server says nothing of single requests: for acceptance by category, run each with --spec-bench-category"
+        yield (
+            "this server says nothing of single requests: for acceptance by category, run each with "
+            "--spec-bench-category"
+        )
 
 
 def warnings(summary: Summary, run: RawRun) -> Iterator[str]:
     counted = dict(summary.counted_by)
     if BY_CHUNK in counted:
-        yield f"{counted[BY_CHUNK]:,} answers came without usage, and their chunks are counted as one token each: give a --tokenizer"
+        yield (
+            f"{counted[BY_CHUNK]:,} answers came without usage, and their chunks are counted as one "
+            f"token each: give a --tokenizer"
+        )
     if BY_LENGTH in counted:
-        yield (f"in {counted[BY_LENGTH]:,} answers tokens are divided among the chunks by characters: ITL and TPOT are estimates "
+        yield (f"in {counted[BY_LENGTH]:,} answers tokens are divided among the chunks by characters: ITL "
+f"and TPOT are estimates "
                "(the server has no continuous_usage_stats; a --tokenizer is better)")  # fmt: skip
     if BY_TOKENIZER in counted:
-        yield (f"in {counted[BY_TOKENIZER]:,} answers the tokens of each chunk are the tokenizer's count: the server has no "
+        yield (f"in {counted[BY_TOKENIZER]:,} answers the tokens of each chunk are the tokenizer's count: "
+f"the server has no "
                "continuous_usage_stats")  # fmt: skip
-    if summary.lateness is not None and (late := dict(summary.lateness.percentiles).get(99, summary.lateness.max)) > LATE:
-        yield (f"requests were sent late (p99 {1000 * late:,.1f} ms, at most {1000 * summary.lateness.max:,.1f} ms): this client or its "
+    if (
+        summary.lateness is not None
+        and (late := dict(summary.lateness.percentiles).get(99, summary.lateness.max)) > LATE
+    ):
+        yield (f"requests were sent late (p99 {1000 * late:,.1f} ms, at most "
+f"{1000 * summary.lateness.max:,.1f} ms): this client or its "
                "machine is too slow for the rate, and latencies count from the sending")  # fmt: skip
     if summary.client_load > BUSY:
-        yield f"this client has used {summary.client_load:.0%} of a core: its own times are part of the figures"
-    if run.server is not None and summary.completed == summary.requests and run.server.generated > 1.02 * summary.output_tokens + 16:
-        yield (f"the server has generated {run.server.generated:,.0f} tokens and this run got {summary.output_tokens:,}: there were other "
+        yield (
+            f"this client has used {summary.client_load:.0%} of a core: its own times are part of the figures"
+        )
+    if (
+        run.server is not None
+        and summary.completed == summary.requests
+        and run.server.generated > 1.02 * summary.output_tokens + 16
+    ):
+        yield (f"the server has generated {run.server.generated:,.0f} tokens and this run got "
+f"{summary.output_tokens:,}: there were other "
                "clients, and the counters have their requests too")  # fmt: skip
 
 
@@ -208,7 +270,11 @@ def p99_of(values: Spread | None, scale: float) -> str | None:
 def swept(point: Point) -> list[tuple[str, str | None]]:
     """The rows of a sweep's table for this load. None: not measured."""
     summary, length = point.summary, point.server.length if point.server is not None else None
-    latencies = (("TTFT, ms", summary.ttft, 1000), ("TPOT, ms", summary.tpot, 1000), ("E2EL, s", summary.e2e, 1))
+    latencies = (
+        ("TTFT, ms", summary.ttft, 1000),
+        ("TPOT, ms", summary.tpot, 1000),
+        ("E2EL, s", summary.e2e, 1),
+    )
     return [
         ("requests", f"{summary.completed:,}/{summary.requests:,}"),
         ("requests per second", number(summary.request_throughput)),
@@ -218,7 +284,8 @@ def swept(point: Point) -> list[tuple[str, str | None]]:
         *(row for name, values, scale in latencies
           for row in ((f"{name}, median", median_of(values, scale)), ("  p99", p99_of(values, scale)))),
         ("acceptance length", None if length is None else two_digits(length)),
-        ("cost per million output", None if summary.price is None else f"{summary.price.per_million_output:,.4f}"),
+        ("cost per million output",
+            None if summary.price is None else f"{summary.price.per_million_output:,.4f}"),
     ]  # fmt: skip
 
 
@@ -235,9 +302,15 @@ def show_sweep(points: Sequence[Point], what: str, console: Console | None = Non
         table.add_row("", *("knee" if i == best else "" for i in range(len(points))))
     emit(console, table)
     if best is not None:
-        console.print(f"note: the knee is where output throughput by mean latency is largest: {loads[best]} {what}", soft_wrap=True)
+        console.print(
+            f"note: the knee is where output throughput by mean latency is largest: {loads[best]} {what}",
+            soft_wrap=True,
+        )
         if best in (0, len(points) - 1):
-            console.print(f"note: it is the sweep's {'lowest' if best == 0 else 'highest'} load: it may lie beyond", soft_wrap=True)
+            console.print(
+                f"note: it is the sweep's {'lowest' if best == 0 else 'highest'} load: it may lie beyond",
+                soft_wrap=True,
+            )
 
 
 @contextmanager
@@ -246,9 +319,17 @@ def progress(total: int, shown: bool, title: str) -> Iterator[Callable[[Measured
     if not (shown and sys.stderr.isatty()):
         yield lambda _: None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[more]}"), TimeElapsedColumn(),
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[more]}"), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console_of(error=True), transient=True, refresh_per_second=4) as bar:
         task = bar.add_task(title, total=total, more="")
@@ -257,6 +338,8 @@ def progress(total: int, shown: bool, title: str) -> Iterator[Callable[[Measured
         def done(request: Measured) -> None:
             nonlocal failed, tokens
             failed, tokens = failed + (request.failure is not None), tokens + request.output_tokens
-            bar.update(task, advance=1, more=f"{tokens:,} tokens" + (f", {failed:,} failed" if failed else ""))
+            bar.update(
+                task, advance=1, more=f"{tokens:,} tokens" + (f", {failed:,} failed" if failed else "")
+            )
 
         yield done

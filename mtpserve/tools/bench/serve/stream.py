@@ -1,4 +1,5 @@
-"""From a response's bytes to tokens and times: server-sent events of /v1/completions and /v1/chat/completions, or one JSON object.
+"""From a response's bytes to tokens and times: server-sent events of /v1/completions and
+/v1/chat/completions, or one JSON object.
 
 Does not read from the network: bytes come with the time at which they came.
 """
@@ -10,7 +11,16 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from mtpserve.tools.bench.exported import RequestUsage, VLLMRequestMetrics
-from mtpserve.tools.bench.serve.measured import BY_CHUNK, BY_LENGTH, BY_TOKENIZER, BY_USAGE, Arrival, Failure, OwnFigures, shares
+from mtpserve.tools.bench.serve.measured import (
+    BY_CHUNK,
+    BY_LENGTH,
+    BY_TOKENIZER,
+    BY_USAGE,
+    Arrival,
+    Failure,
+    OwnFigures,
+    shares,
+)
 
 CountTokens = Callable[[str], int]
 
@@ -98,7 +108,9 @@ class AnswerReader:
         try:
             event = DECODER.decode(data)
         except msgspec.MsgspecError as error:
-            self.failure = self.failure or Failure("not OpenAI's format", f"{error}: {data[:100].decode(errors='replace')}")
+            self.failure = self.failure or Failure(
+                "not OpenAI's format", f"{error}: {data[:100].decode(errors='replace')}"
+            )
             return
         if bytes(event.error) not in (b"", b"null"):
             self.failure = self.failure or Failure("error in the answer", message_of(bytes(data)))
@@ -133,13 +145,15 @@ class AnswerReader:
         return None if self.usage is None or self.usage.details is None else self.usage.details.cached_tokens
 
     def tokens(self) -> tuple[tuple[Arrival, ...], str]:
-        """The arrivals of tokens, and how their tokens were counted. Tokens that only the end's usage knows of (one that ends the text
-        is not shown) came with the last chunk."""
+        """The arrivals of tokens, and how their tokens were counted. Tokens that only the end's usage knows
+        of (one that ends the text is not shown) came with the last chunk."""
         total = self.usage.completion_tokens if self.usage is not None else None
         if not self._said:
             return (), BY_USAGE
         counts, by = self._counts(total)
-        return tuple(Arrival(time, count) for (time, _, _), count in zip(self._said, counts, strict=True) if count), by
+        return tuple(
+            Arrival(time, count) for (time, _, _), count in zip(self._said, counts, strict=True) if count
+        ), by
 
     def _counts(self, total: int | None) -> tuple[Sequence[int], str]:
         so_far = [tokens for _, _, tokens in self._said if tokens is not None]

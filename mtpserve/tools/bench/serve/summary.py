@@ -142,7 +142,9 @@ def spread(values: Iterable[float | None], percentiles: Sequence[float] = PERCEN
 
 def peak_of(requests: Iterable[Measured]) -> int:
     """Most requests at once. One that ends when another is sent does not overlap with it."""
-    changes = sorted([(request.sent.at, 1) for request in requests] + [(request.end, -1) for request in requests])
+    changes = sorted(
+        [(request.sent.at, 1) for request in requests] + [(request.end, -1) for request in requests]
+    )
     running = peak = 0
     for _, change in changes:
         running += change
@@ -159,23 +161,32 @@ def peak_output_of(requests: Iterable[Measured], start: float) -> float:
 
 
 def is_good(request: Measured, limits: Mapping[str, float]) -> bool:
-    """A request of one token has no TPOT, and meets its limit; one without streaming has no TTFT, and is not good where one is asked."""
+    """A request of one token has no TPOT, and meets its limit; one without streaming has no TTFT, and is not
+    good where one is asked."""
     if not request.streamed and limits.keys() & {"ttft", "tpot"}:
         return False
     values = {"ttft": request.ttft, "tpot": request.tpot or 0.0, "e2el": request.e2e}
     return all((value := values[name]) is not None and value <= limit for name, limit in limits.items())
 
 
-def price_of(seconds: float, per_hour: float, ratio: float, input_tokens: int, output_tokens: int) -> Price | None:
+def price_of(
+    seconds: float, per_hour: float, ratio: float, input_tokens: int, output_tokens: int
+) -> Price | None:
     weight = input_tokens + ratio * output_tokens
     if not weight or not output_tokens:
         return None
     total = per_hour * seconds / 3600
-    return Price(total, ratio, 1e6 * total / weight, 1e6 * total * ratio / weight, 1e6 * total / output_tokens)
+    return Price(
+        total, ratio, 1e6 * total / weight, 1e6 * total * ratio / weight, 1e6 * total / output_tokens
+    )
 
 
 def prompts_of(requests: Iterable[Measured]) -> PromptCounts | None:
-    pairs = [request.prompt_tokens - request.meant for request in requests if request.prompt_tokens and request.meant is not None]
+    pairs = [
+        request.prompt_tokens - request.meant
+        for request in requests
+        if request.prompt_tokens and request.meant is not None
+    ]
     if not pairs:
         return None
     return PromptCounts(len(pairs), sum(map(bool, pairs)), sum(pairs) / len(pairs), max(pairs, key=abs))
@@ -187,7 +198,8 @@ def categories_of(requests: Sequence[Measured], percentiles: Sequence[float]) ->
         members = [request for request in requests if request.category == name]
         with_figures = [request for request in members if request.figures is not None]
         steps, proposed, accepted = (
-            sum(getattr(request.figures, what) for request in with_figures) for what in ("steps", "proposed", "accepted")
+            sum(getattr(request.figures, what) for request in with_figures)
+            for what in ("steps", "proposed", "accepted")
         )
         tokens = sum(request.output_tokens for request in with_figures)
         categories.append(
@@ -207,13 +219,17 @@ def failures_of(requests: Iterable[Measured]) -> tuple[tuple[str, int, str], ...
     failed = [request.failure for request in requests if request.failure is not None]
     reasons = Counter(failure.reason for failure in failed)
     return tuple(
-        (reason, count, next(failure.detail for failure in failed if failure.reason == reason)) for reason, count in reasons.most_common()
+        (reason, count, next(failure.detail for failure in failed if failure.reason == reason))
+        for reason, count in reasons.most_common()
     )
 
 
 def summarise(run: RawRun, options: SummaryOptions) -> Summary:
     good = [request for request in run.requests if request.failure is None]
-    input_tokens, output_tokens = sum(request.prompt_tokens or 0 for request in good), sum(request.output_tokens for request in good)
+    input_tokens, output_tokens = (
+        sum(request.prompt_tokens or 0 for request in good),
+        sum(request.output_tokens for request in good),
+    )
     cached = [request.cached_tokens for request in good if request.cached_tokens is not None]
     sent = [request for request in run.requests if request.end > request.sent.at]
 
@@ -239,8 +255,12 @@ def summarise(run: RawRun, options: SummaryOptions) -> Summary:
         per_user=of(lambda request: 1 / request.tpot if request.tpot else None),
         peak_concurrency=peak_of(sent),
         peak_output=peak_output_of(good, run.start),
-        goodput=None if limits is None or not run.seconds else sum(is_good(request, limits) for request in good) / run.seconds,
-        price=None if price is None else price_of(run.seconds, price, options.output_price_ratio, input_tokens, output_tokens),
+        goodput=None
+        if limits is None or not run.seconds
+        else sum(is_good(request, limits) for request in good) / run.seconds,
+        price=None
+        if price is None
+        else price_of(run.seconds, price, options.output_price_ratio, input_tokens, output_tokens),
         prompts=prompts_of(good),
         short=sum(request.asked is not None and request.output_tokens < request.asked for request in good),
         counted_by=tuple(Counter(request.counted_by for request in good).most_common()),

@@ -1,5 +1,6 @@
-"""`mtpserve bench spec`: what drafts of several shapes give on this machine, in one engine without a restart, and the best of them for
-each number of requests. Depths, branches, nodes, batch sizes and temperatures are combined; grid.py says what the numbers mean."""
+"""`mtpserve bench spec`: what drafts of several shapes give on this machine, in one engine without a restart,
+and the best of them for each number of requests. Depths, branches, nodes, batch sizes and temperatures are
+combined; grid.py says what the numbers mean."""
 
 from __future__ import annotations
 
@@ -31,10 +32,14 @@ if TYPE_CHECKING:
 
 # Of the server's options, those that a measurement knows. Of a --config file, these alone are read.
 KNOWN = (
-    "model", "tokenizer", "revision", "download_dir", "load_format", "dtype", "quantization", "device", "attention_backend",
-    "context_length", "page_size", "max_total_tokens", "mem_fraction_static", "kv_cache_dtype", "chunked_prefill_size",
-    "disable_cuda_graph", "disable_overlap_schedule", "cuda_graph_max_bs", "cpu_threads", "cpu_affinity", "speculative_algorithm",
-    "speculative_draft_model_path", "speculative_draft_model_quantization", "speculative_token_map", "speculative_exact",
+    "model", "tokenizer", "revision", "download_dir", "load_format", "dtype", "quantization", "device",
+    "attention_backend",
+    "context_length", "page_size", "max_total_tokens", "mem_fraction_static", "kv_cache_dtype",
+    "chunked_prefill_size",
+    "disable_cuda_graph", "disable_overlap_schedule", "cuda_graph_max_bs", "cpu_threads", "cpu_affinity",
+    "speculative_algorithm",
+    "speculative_draft_model_path", "speculative_draft_model_quantization", "speculative_token_map",
+    "speculative_exact",
     "speculative_synthetic_acceptance",
 )  # fmt: skip
 SECTIONS = {name: config for name, config in ENGINE_SECTIONS.items() if name != "sampling"}
@@ -45,28 +50,54 @@ HELD_OUT = 13  # of 256: files of Python's library that the demo model has not s
 def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve bench spec",
-        usage="%(prog)s [--model MODEL] [--num-steps N,N,...] [--eagle-topk N,N,...] [--batch-sizes N,N,...] [options]",
-        description="Acceptance, time of a step and its parts, and speed-up over plain decoding, for drafts of several shapes and several "
+        usage="%(prog)s [--model MODEL] [--num-steps N,N,...] [--eagle-topk N,N,...] [--batch-sizes "
+        "N,N,...] [options]",
+        description="Acceptance, time of a step and its parts, and speed-up over plain decoding, for "
+        "drafts of several shapes and several "
         "loads, in one engine without a restart; and the best shape for each load.",
     )
     what = arg_parser.add_argument_group("what is compared: all combinations of")
-    what.add_argument("--num-steps", metavar="N,N,...", default="1,2,3", help="depths, 1 to 7 (default: 1,2,3)")
-    what.add_argument("--eagle-topk", metavar="N,N,...", default="1", help="branches per draft step, 1 to 8; 1 is a chain (default: 1)")
+    what.add_argument(
+        "--num-steps", metavar="N,N,...", default="1,2,3", help="depths, 1 to 7 (default: 1,2,3)"
+    )
+    what.add_argument(
+        "--eagle-topk",
+        metavar="N,N,...",
+        default="1",
+        help="branches per draft step, 1 to 8; 1 is a chain (default: 1)",
+    )
     rows = "rows of a tree: drafts + 1 (default: num-steps * topk + 1, for a chain always num-steps + 1)"
     what.add_argument("--num-draft-tokens", metavar="N,N,...", help=rows)
-    what.add_argument("--batch-sizes", metavar="N,N,...", default="1,4,16", help="requests at once (default: 1,4,16)")
+    what.add_argument(
+        "--batch-sizes", metavar="N,N,...", default="1,4,16", help="requests at once (default: 1,4,16)"
+    )
     what.add_argument("--temperatures", metavar="X,X,...", default="0", help="0 is greedy (default: 0)")
     request_group = arg_parser.add_argument_group("what is asked")
-    request_group.add_argument("--input-len", metavar="N", type=int, default=128, help="tokens of a prompt (default: 128)")
     request_group.add_argument(
-        "--output-len", metavar="N", type=int, default=64, help="tokens of an answer, at which its clock stops (default: 64)"
+        "--input-len", metavar="N", type=int, default=128, help="tokens of a prompt (default: 128)"
     )
     request_group.add_argument(
-        "--rounds", metavar="N", type=int, default=5, help="how often each is measured; of times the median counts (default: 5)"
+        "--output-len",
+        metavar="N",
+        type=int,
+        default=64,
+        help="tokens of an answer, at which its clock stops (default: 64)",
     )
-    source = 'prompts, one object with "prompt" per line (default: source files of Python\'s library that the demo model has not seen)'
+    request_group.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        default=5,
+        help="how often each is measured; of times the median counts (default: 5)",
+    )
+    source = (
+        'prompts, one object with "prompt" per line (default: source files of Python\'s library that '
+        "the demo model has not seen)"
+    )
     request_group.add_argument("--prompts", metavar="FILE", help=source)
-    request_group.add_argument("--seed", metavar="N", type=int, default=0, help="of what is sampled (default: 0)")
+    request_group.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of what is sampled (default: 0)"
+    )
     arg_parser.add_argument("--output-file", metavar="FILE", help="write the results here as JSON, too")
     add_options(arg_parser, SECTIONS, KNOWN)
     return arg_parser
@@ -93,7 +124,8 @@ class SpecGrid:
         return max(load.batch for load in self.loads)
 
     def room(self, page: int, budget: int) -> int:
-        """Tokens that the first request of a batch may get while the others' prompts end, and what a window's last step may add."""
+        """Tokens that the first request of a batch may get while the others' prompts end, and what a window's
+        last step may add."""
         return (AHEAD + self.batch * (page + 1) // budget) * (self.largest.steps + 1)
 
 
@@ -114,13 +146,25 @@ def asked_of(options: Any) -> SpecGrid:
     for name, least in (("input_len", 1), ("output_len", 8), ("rounds", 1)):
         check((value := getattr(options, name)) >= least, name, value, f"at least {least}")
     check(0 <= options.seed < 1 << 62, "seed", options.seed, "at least 0")
-    steps, topks = numbers("num_steps", options.num_steps, 1, 7), numbers("eagle_topk", options.eagle_topk, 1, 8)
-    rows = None if options.num_draft_tokens is None else numbers("num_draft_tokens", options.num_draft_tokens, 2, 1 << 16)
+    steps, topks = (
+        numbers("num_steps", options.num_steps, 1, 7),
+        numbers("eagle_topk", options.eagle_topk, 1, 8),
+    )
+    rows = (
+        None
+        if options.num_draft_tokens is None
+        else numbers("num_draft_tokens", options.num_draft_tokens, 2, 1 << 16)
+    )
     shapes, skipped = grid.shapes(steps, topks, rows)
     loads = [
-        SpecLoad(*pair) for pair in product(numbers("batch_sizes", options.batch_sizes, 1, 1 << 16), temperatures(options.temperatures))
+        SpecLoad(*pair)
+        for pair in product(
+            numbers("batch_sizes", options.batch_sizes, 1, 1 << 16), temperatures(options.temperatures)
+        )
     ]
-    return SpecGrid(shapes, skipped, loads, options.input_len, options.output_len, options.rounds, options.seed)
+    return SpecGrid(
+        shapes, skipped, loads, options.input_len, options.output_len, options.rounds, options.seed
+    )
 
 
 def numbers(name: str, text: str, least: int, limit: int) -> list[int]:
@@ -135,7 +179,12 @@ def temperatures(text: str) -> list[float]:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         values = [-1.0]
-    check(all(math.isfinite(value) and 0 <= value <= 100 for value in values), "temperatures", text, "numbers from 0 to 100")
+    check(
+        all(math.isfinite(value) and 0 <= value <= 100 for value in values),
+        "temperatures",
+        text,
+        "numbers from 0 to 100",
+    )
     return sorted(set(values))
 
 
@@ -148,7 +197,9 @@ def config_of(spec_grid: SpecGrid, values: Values) -> Values:
     options.setdefault("chunked_prefill_size", max(512, batch * (shape.nodes + 10)))
     config = settings(options).engine
     longest, page = longest_of(spec_grid, config), config.cache.page_size
-    options.setdefault("max_total_tokens", (batch + 1) * (longest + 4 * (shape.nodes + shape.topk * shape.steps + page + 10)))
+    options.setdefault(
+        "max_total_tokens", (batch + 1) * (longest + 4 * (shape.nodes + shape.topk * shape.steps + page + 10))
+    )
     options["schedule_conservativeness"] = 0.0
     settings(options)  # what the options rule out is said before anything loads
     return options
@@ -156,11 +207,18 @@ def config_of(spec_grid: SpecGrid, values: Values) -> Values:
 
 def longest_of(spec_grid: SpecGrid, config: EngineConfig) -> int:
     """Tokens of a request."""
-    return spec_grid.input + spec_grid.output + spec_grid.room(config.cache.page_size, config.scheduler.step_tokens)
+    return (
+        spec_grid.input
+        + spec_grid.output
+        + spec_grid.room(config.cache.page_size, config.scheduler.step_tokens)
+    )
 
 
-def measure(spec_grid: SpecGrid, values: Values, texts: Sequence[str] | None) -> tuple[list[SpecFigures], list[str], str]:
-    """→ figures, plain decoding's among them, what is to be noted, and what drafts, as --speculative-algorithm names it."""
+def measure(
+    spec_grid: SpecGrid, values: Values, texts: Sequence[str] | None
+) -> tuple[list[SpecFigures], list[str], str]:
+    """→ figures, plain decoding's among them, what is to be noted, and what drafts, as
+    --speculative-algorithm names it."""
     from mtpserve.llm import LLM
     from mtpserve.tools.bench.spec.measure import SpecBench
 
@@ -169,17 +227,21 @@ def measure(spec_grid: SpecGrid, values: Values, texts: Sequence[str] | None) ->
         longest = longest_of(spec_grid, llm.config)
         if longest > llm.engine.context_length:
             raise ConfigError(
-                f"--input-len and --output-len need {longest} tokens with drafts, the context has {llm.engine.context_length}"
+                f"--input-len and --output-len need {longest} tokens with drafts, the context has "
+                f"{llm.engine.context_length}"
             )
         clock = clock_of(llm)
         room = longest - spec_grid.input - spec_grid.output
-        bench = SpecBench(llm.engine, prompts_of(spec_grid, llm, texts), spec_grid.output, room, spec_grid.seed, clock)
+        bench = SpecBench(
+            llm.engine, prompts_of(spec_grid, llm, texts), spec_grid.output, room, spec_grid.seed, clock
+        )
         shapes = [PLAIN, *spec_grid.shapes]
         with progress(len(shapes) * len(spec_grid.loads) * spec_grid.rounds) as done:
             windows = bench.run(shapes, spec_grid.loads, spec_grid.rounds, done)
         lots = llm.engine.card.synthetic_acceptance is not None
         figures = [
-            grid.figures(shape, load, windows[shape, load], windows[PLAIN, load], lots) for load in spec_grid.loads for shape in shapes
+            grid.figures(shape, load, windows[shape, load], windows[PLAIN, load],
+                lots) for load in spec_grid.loads for shape in shapes
         ]  # fmt: skip
         return figures, notes_of(spec_grid, llm, figures, clock is not None), str(llm.engine.card.algorithm)
 
@@ -201,10 +263,13 @@ def notes_of(spec_grid: SpecGrid, llm: LLM, figures: Sequence[SpecFigures], part
     if curve := llm.engine.card.synthetic_acceptance:
         notes.append(f"SYNTHETIC ACCEPTANCE by the curve {curve}: AL is the curve's, not the model's")
     if not parts:
-        notes.append("steps are captured, and a captured step has no parts; --disable-cuda-graph measures them")
+        notes.append(
+            "steps are captured, and a captured step has no parts; --disable-cuda-graph measures them"
+        )
     if differing := sum(cell.same_text is False for cell in figures):
         notes.append(
-            f"in {differing} rows some greedy text is not plain decoding's, by rounding or by a defect: `mtpserve prove` tells which"
+            f"in {differing} rows some greedy text is not plain decoding's, by rounding or by a "
+            f"defect: `mtpserve prove` tells which"
         )
     return notes
 
@@ -213,7 +278,9 @@ def prompts_of(spec_grid: SpecGrid, llm: LLM, texts: Sequence[str] | None) -> li
     count = spec_grid.batch * spec_grid.rounds
     if llm.config.model.numbers_for_text and texts is None:
         random = Random(spec_grid.seed)
-        return [[random.randrange(llm.engine.card.vocab) for _ in range(spec_grid.input)] for _ in range(count)]
+        return [
+            [random.randrange(llm.engine.card.vocab) for _ in range(spec_grid.input)] for _ in range(count)
+        ]
     if texts is None:
         return library_prompts(llm.tokenizer, spec_grid.input, count)
     return [llm.tokenizer.encode(text)[: spec_grid.input] for text in texts]
@@ -240,18 +307,22 @@ def read_prompts(file: str) -> list[str]:
 
 
 def library_prompts(tokenizer: Tokenizer, length: int, count: int) -> list[list[int]]:
-    """Beginnings of files of Python's own library, then what comes later in them. All from files that are held out of the demo model's
-    training, by a hash of their names."""
+    """Beginnings of files of Python's own library, then what comes later in them. All from files that are
+    held out of the demo model's training, by a hash of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(path for path in root.rglob("*.py") if "-packages" not in str(path.relative_to(root)))
-    files = [path for path in names if hashlib.sha256(str(path.relative_to(root)).encode()).digest()[0] < HELD_OUT]
+    files = [
+        path for path in names if hashlib.sha256(str(path.relative_to(root)).encode()).digest()[0] < HELD_OUT
+    ]
     prompts: list[list[int]] = []
     rest = [tokenizer.encode(path.read_text("utf-8", errors="ignore")[: 64 * length]) for path in files]
     while len(prompts) < count and (rest := [ids for ids in rest if len(ids) >= 2 * length]):
         prompts += [ids[:length] for ids in rest]
         rest = [ids[2 * length :] for ids in rest]
     if not prompts:
-        raise ConfigError(f"--input-len {length}: no file of Python's library on this machine is that long; see --prompts")
+        raise ConfigError(
+            f"--input-len {length}: no file of Python's library on this machine is that long; see --prompts"
+        )
     return prompts[:count]
 
 
@@ -287,7 +358,9 @@ def show(spec_grid: SpecGrid, figures: Sequence[SpecFigures], notes: Sequence[st
             f"{cell.accept_length:.2f}",
             f"{1000 * cell.step:.2f}",
         ]
-        table.add_row(*row, *parts, f"{cell.tokens_per_second:,.0f}", f"{cell.speedup:.2f}", f"{cell.overhead:.2f}")
+        table.add_row(
+            *row, *parts, f"{cell.tokens_per_second:,.0f}", f"{cell.speedup:.2f}", f"{cell.overhead:.2f}"
+        )
     console.print(table)
     for load in spec_grid.loads:
         console.print(f"best for {loaded(load)}: {advice(figures, load, algorithm)}", soft_wrap=True)
@@ -298,7 +371,11 @@ def show(spec_grid: SpecGrid, figures: Sequence[SpecFigures], notes: Sequence[st
 def named(shape: DraftShape) -> str:
     if shape == PLAIN:
         return "plain"
-    return f"chain {shape.steps}" if shape.topk == 1 else f"tree {shape.steps} deep, topk {shape.topk}, {shape.nodes} nodes"
+    return (
+        f"chain {shape.steps}"
+        if shape.topk == 1
+        else f"tree {shape.steps} deep, topk {shape.topk}, {shape.nodes} nodes"
+    )
 
 
 def loaded(load: SpecLoad) -> str:
@@ -313,9 +390,13 @@ def advice(figures: Sequence[SpecFigures], load: SpecLoad, algorithm: str) -> st
     return f"{grid.line(algorithm, best_cell.shape)}   ({best_cell.speedup:.2f} times plain decoding)"
 
 
-def as_json(spec_grid: SpecGrid, figures: Sequence[SpecFigures], notes: Sequence[str], config: Values) -> dict[str, Any]:
+def as_json(
+    spec_grid: SpecGrid, figures: Sequence[SpecFigures], notes: Sequence[str], config: Values
+) -> dict[str, Any]:
     algorithm = str(config["speculative_algorithm"])
-    best_cells = {load: grid.best([cell for cell in figures if cell.shape != PLAIN], load) for load in spec_grid.loads}
+    best_cells = {
+        load: grid.best([cell for cell in figures if cell.shape != PLAIN], load) for load in spec_grid.loads
+    }
     return {
         "engine": {name: value for name, value in sorted(config.items()) if name in KNOWN},
         "input_len": spec_grid.input,
@@ -324,7 +405,8 @@ def as_json(spec_grid: SpecGrid, figures: Sequence[SpecFigures], notes: Sequence
         "seed": spec_grid.seed,
         "cells": [grid.as_row(cell) for cell in figures],
         "best": [
-            {"batch_size": load.batch, "temperature": load.temperature, "speedup": None if one is None else round(one.speedup, 4),
+            {"batch_size": load.batch, "temperature": load.temperature,
+                "speedup": None if one is None else round(one.speedup, 4),
              "options": None if one is None else grid.line(algorithm, one.shape)}
             for load, one in best_cells.items()
         ],

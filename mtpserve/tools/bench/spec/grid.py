@@ -1,4 +1,5 @@
-"""Which shapes of drafts a measurement compares, and what its numbers mean. Arithmetic alone: measure.py runs them.
+"""Which shapes of drafts a measurement compares, and what its numbers mean. Arithmetic alone: measure.py runs
+them.
 
 AL    tokens of a verification, the target's own included: tokens / verifications
 S     tokens per second, relative to plain decoding of the same requests in the same run
@@ -40,7 +41,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class SpecFigures:
-    """Of one shape under one load. Times are medians of all rounds' steps; the acceptance length is the mean of all verifications."""
+    """Of one shape under one load. Times are medians of all rounds' steps; the acceptance length is the mean
+    of all verifications."""
 
     shape: DraftShape
     load: SpecLoad
@@ -57,9 +59,11 @@ class SpecFigures:
         return self.accept_length / self.speedup
 
 
-def shapes(steps: Sequence[int], topks: Sequence[int], rows: Sequence[int] | None) -> tuple[list[DraftShape], list[str]]:
-    """→ all that can be, and a line for each combination that cannot. `rows`: drafts + 1 of trees; None: steps · topk + 1, as the server
-    has it. Raises ConfigError if nothing remains."""
+def shapes(
+    steps: Sequence[int], topks: Sequence[int], rows: Sequence[int] | None
+) -> tuple[list[DraftShape], list[str]]:
+    """→ all that can be, and a line for each combination that cannot. `rows`: drafts + 1 of trees; None:
+    steps · topk + 1, as the server has it. Raises ConfigError if nothing remains."""
     draft_shapes, skipped = dict[DraftShape, None](), list[str]()
     for topk, depth in product(topks, steps):
         if topk == 1:
@@ -71,10 +75,19 @@ def shapes(steps: Sequence[int], topks: Sequence[int], rows: Sequence[int] | Non
             if 1 <= count - 1 <= max_drafts:
                 draft_shapes[DraftShape(depth, topk, count - 1)] = None
             else:
-                why = f"{pool} nodes" if pool < MAX_ROWS else f"at most {MAX_ROWS - 1} of its {pool} nodes verified"
-                skipped.append(f"{depth} steps, topk {topk}, {count} draft tokens: such a tree has {why}, beside the last token")
+                why = (
+                    f"{pool} nodes"
+                    if pool < MAX_ROWS
+                    else f"at most {MAX_ROWS - 1} of its {pool} nodes verified"
+                )
+                skipped.append(
+                    f"{depth} steps, topk {topk}, {count} draft tokens: such a tree has {why}, "
+                    f"beside the last token"
+                )
     if not draft_shapes:
-        raise ConfigError(f"no combination of --num-steps, --eagle-topk and --num-draft-tokens can be: {skipped[0]}")
+        raise ConfigError(
+            f"no combination of --num-steps, --eagle-topk and --num-draft-tokens can be: {skipped[0]}"
+        )
     return list(draft_shapes), skipped
 
 
@@ -97,18 +110,30 @@ def line(algorithm: str, shape: DraftShape) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
 
 
-def figures(shape: DraftShape, load: SpecLoad, windows: Sequence[Window], plain: Sequence[Window], lots: bool = False) -> SpecFigures:
-    """`windows`: one for each round, of this shape; `plain` those of plain decoding. `lots`: acceptance is synthetic."""
+def figures(
+    shape: DraftShape, load: SpecLoad, windows: Sequence[Window], plain: Sequence[Window], lots: bool = False
+) -> SpecFigures:
+    """`windows`: one for each round, of this shape; `plain` those of plain decoding. `lots`: acceptance is
+    synthetic."""
     length, step = accept_length(windows), step_time(windows)
     rate, usual = length / step, accept_length(plain) / step_time(plain)
     has_parts = all(window.parts for window in windows)
     parts = (
-        {part: step * median(window.parts.get(part, 0.0) / sum(window.times) for window in windows) for part in PARTS} if has_parts else {}
+        {
+            part: step * median(window.parts.get(part, 0.0) / sum(window.times) for window in windows)
+            for part in PARTS
+        }
+        if has_parts
+        else {}
     )
     if has_parts:
         parts["host"] = max(step - sum(parts[part] for part in PARTS[1:]), 0.0)
     compared = load.temperature == 0 and not lots
-    texts = [pair for one, other in zip(windows, plain, strict=True) for pair in zip(one.texts, other.texts, strict=True)]
+    texts = [
+        pair
+        for one, other in zip(windows, plain, strict=True)
+        for pair in zip(one.texts, other.texts, strict=True)
+    ]
     same = all(agree(ours, theirs) for ours, theirs in texts) if compared else None
     return SpecFigures(shape, load, length, step, parts, load.batch * rate, rate / usual, same)
 
@@ -128,8 +153,8 @@ def agree(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def best(all: Sequence[SpecFigures], load: SpecLoad) -> SpecFigures | None:
-    """The fastest under this load; None: nothing is faster than plain decoding. Of shapes that are equally fast, the one with fewer
-    nodes."""
+    """The fastest under this load; None: nothing is faster than plain decoding. Of shapes that are equally
+    fast, the one with fewer nodes."""
     under = [cell for cell in all if cell.load == load and cell.speedup >= WIN]
     return max(under, key=lambda cell: (cell.speedup, -cell.shape.nodes), default=None)
 

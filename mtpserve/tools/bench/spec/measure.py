@@ -4,7 +4,8 @@
     round 2    … tree, chain 3, chain 1, plain
     round 3    as round 1, and so on: what disturbs the machine for a while does not disturb one shape alone
 
-Prompts are computed before the clock starts, and a window ends before the first request does, so that all its steps are alike.
+Prompts are computed before the clock starts, and a window ends before the first request does, so that all its
+steps are alike.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ WARM_UP = 4  # tokens of each request, before the first round
 
 @dataclass(frozen=True, slots=True)
 class SpecBench:
-    """What is measured. `room`: tokens that a request may have beyond `output`, so that none ends inside of its window."""
+    """What is measured. `room`: tokens that a request may have beyond `output`, so that none ends inside of
+    its window."""
 
     engine: Engine
     prompts: Sequence[Sequence[int]]
@@ -39,10 +41,16 @@ class SpecBench:
     parts: PartClock | None = None
 
     def run(
-        self, shapes: Sequence[DraftShape], loads: Sequence[SpecLoad], rounds: int, done: Callable[[], None] = lambda: None
+        self,
+        shapes: Sequence[DraftShape],
+        loads: Sequence[SpecLoad],
+        rounds: int,
+        done: Callable[[], None] = lambda: None,
     ) -> dict[tuple[DraftShape, SpecLoad], list[Window]]:
         """A window for each round. `done` is called after each."""
-        windows: dict[tuple[DraftShape, SpecLoad], list[Window]] = {(shape, load): [] for shape in shapes for load in loads}
+        windows: dict[tuple[DraftShape, SpecLoad], list[Window]] = {
+            (shape, load): [] for shape in shapes for load in loads
+        }
         for shape in shapes:
             self.engine.draft_with(shape)
             for load in loads:
@@ -56,14 +64,20 @@ class SpecBench:
         return windows
 
     def window(self, load: SpecLoad, number: int, output: int) -> Window:
-        """Until a request has `output` tokens. In each round other requests ask, the same ones of each shape."""
+        """Until a request has `output` tokens. In each round other requests ask, the same ones of each
+        shape."""
         first = number * load.batch
         prompts = {str(i): list(self.prompts[(first + i) % len(self.prompts)]) for i in range(load.batch)}
         self._ask(prompts, SamplingParams(max_tokens=1, temperature=0, seed=0))
         for _ in self._events():  # their prompts are in the prefix cache then: all of them start together
             pass
         seed = self.seed + first
-        self._ask(prompts, SamplingParams(max_tokens=output + self.room, temperature=load.temperature, ignore_eos=True, seed=seed))
+        self._ask(
+            prompts,
+            SamplingParams(
+                max_tokens=output + self.room, temperature=load.temperature, ignore_eos=True, seed=seed
+            ),
+        )
         texts: dict[str, list[int]] = {id: [] for id in prompts}
         events = self._events()
         while not all(texts.values()):
@@ -77,7 +91,10 @@ class SpecBench:
             counted += self._take(events, texts)
             times.append(perf_counter() - began)
             if counted != len(times) * load.batch:
-                raise ConfigError(f"the KV pool does not hold {load.batch} requests at once: --max-total-tokens must be larger")
+                raise ConfigError(
+                    f"the KV pool does not hold {load.batch} requests at once: --max-total-tokens "
+                    f"must be larger"
+                )
         parts = {} if self.parts is None else dict(self.parts.read())
         for id in prompts:
             self.engine.abort(id)
