@@ -40,8 +40,8 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import root
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.request import Request
-from mtpserve.core.request_state import RequestState
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.runtime.paging import WORKERS
@@ -186,7 +186,9 @@ def planned(length: int) -> tuple[Callable[[], float], Callable[[], float]]:
 
     def add(prompt: list[int], output: int) -> RequestState:
         start = root(b"", "")
-        req = RequestState(str(next(numbers)), prompt, len(prompt), SamplingParams(), len(prompt) + output, seed=0, hash_root=start)
+        request = Request(str(next(numbers)), prompt, SamplingParams(), seed=0)
+        req = RequestState(request, list(prompt), len(prompt) + output)
+        req.cache.hash_root = start
         device.prepare(req, 0)
         device.answers[req.id] = [1] * output
         scheduler.add(req)

@@ -198,7 +198,7 @@ def replay(engine: Engine, cell: Cell) -> tuple[CapturedGraph, GraphOutput]:
 def seat(engine: Engine, cell: Cell) -> None:
     """Puts requests with `context` tokens into all seats, or prompts, with random tokens, keys and values."""
     runner, _ = runner_of(engine)
-    req_tensors, requests, pages = runner.seats, cell.requests, pages_of(cell)
+    req_tensors, requests, pages = runner.req_tensors, cell.requests, pages_of(cell)
     req_tensors.tokens.random_(1, runner.step.model.arch.vocab)
     length = prompts_of(cell).lengths[0] if cell.prompt else cell.context + 1
     computed, prompt = (0, length) if cell.prompt else (cell.context, min(8, cell.context))
@@ -228,7 +228,7 @@ def traffic_of(engine: Engine, model: nn.Module, cell: Cell, rows: int) -> Traff
 
 def state_of(engine: Engine) -> Callable[[], None]:
     """→ what puts the seats back to where they are now, by copies on the device, so that each replay does the same work."""
-    req_tensors = runner_of(engine)[0].seats
+    req_tensors = runner_of(engine)[0].req_tensors
     tensors = req_tensors.tokens, req_tensors.counts, req_tensors.done, req_tensors.draft_sources
     snapshots: list[tuple[Tensor, Tensor]] = [(tensor, tensor.clone()) for tensor in tensors]
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from mtpserve.cache.keys import Key
 from mtpserve.cache.pages import PageAllocator
-from mtpserve.core.request_state import Held
+from mtpserve.core.state.cache_state import Held
 
 Found = Callable[[int, Key], bool]
 

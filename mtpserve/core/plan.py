@@ -14,44 +14,40 @@ from typing import Literal
 import msgspec
 
 from mtpserve.core.kv_transfer import PageSource
-from mtpserve.core.request import TokenLogprob
-from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.request import Request, TokenLogprob
 
 NOT_FINITE = "the model produced non-finite numbers (NaN) for this request"
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request gets a seat: its first, or a new one after a preemption, with the output that it has."""
+    """A request gets a row of the runner's tensors: its first, or another one after a preemption."""
 
     req_idx: int
-    id: str  # for logs and reports
-    tokens: list[int]  # prompt and output
-    num_prompt_tokens: int
+    request: Request  # with its seed
+    output_ids: list[int]  # what it has said by now
     num_computed_tokens: int  # tokens whose KV is in its pages already
-    max_num_tokens: int  # tokens that it may ever hold
-    seed: int
-    sampling: SamplingParams
-    bad_words: list[list[int]] = []
-    prediction: list[int] = []  # what the output probably repeats
-    max_depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
-    # tokens in pages that another request has computed: one of them may be computed again, and is not stored
+    max_num_tokens: int  # of prompt and output
+    # Tokens in pages that another request has computed. One of them may be computed again, and is not stored.
     num_shared_tokens: int = 0
-    # its drafts are coupled to the target's noise, so that a seed's text does not depend on how many there
-    # are
+    # Its drafts follow the target's noise, so that a seed's text does not depend on their number.
     coupled: bool = False
-    # where `num_computed_tokens` is not 0: the kept state that its recurrent layers start from
+    # Where `num_computed_tokens` is not 0: the kept state from which its recurrent layers start.
     start_state: int = -1
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        return len(self.request.prompt) + len(self.output_ids)
 
     @property
     def point_masses(self) -> bool:
         """Its drafts are verified as such. Where they come from several sources, at most one knows the law
         that it drew from."""
-        return self.coupled or not self.plain
-
-    @property
-    def plain(self) -> bool:
-        """Drafts come from the algorithm alone: neither a grammar nor a prediction proposes any."""
-        return self.sampling.grammar is None and not self.prediction
+        return self.coupled or not self.request.plain
 
 
 class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -48,6 +48,16 @@ class Request:
     lease: str | None = None  # the name under which its prompt's pages are kept for another node
     choices: int = 1  # texts that are made of its prompt; 0 for all of them but the first
 
+    @property
+    def max_depth(self) -> int | None:
+        """How deep it lets the engine draft; None: as deep as the engine does."""
+        return self.sampling.speculation.depth
+
+    @property
+    def plain(self) -> bool:
+        """Drafts come from the algorithm alone: neither a grammar nor a prediction proposes any."""
+        return self.sampling.grammar is None and not self.prediction
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

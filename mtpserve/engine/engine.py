@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence as Seq
+from dataclasses import replace
 from random import Random, SystemRandom
 from time import perf_counter
 
@@ -35,8 +36,8 @@ from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadEr
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.protocols.runner import Launched, ModelRunner
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
-from mtpserve.core.request_state import RequestState
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.depth.clock import StepClock
 from mtpserve.engine.depth.first_times import ladder, measure
 from mtpserve.engine.depth.policy import DepthPolicy, report
@@ -198,35 +199,28 @@ class Engine:
             self.compile(sampling.grammar)
         if (seed := request.seed if sampling.seed is None else sampling.seed) is None:
             seed = self._seeds.getrandbits(63)
+        prediction = request.prediction if request.max_depth != 0 else []
         req = RequestState(
-            request.id,
+            replace(request, seed=seed, prediction=prediction),
             request.prompt + request.prior_output_ids,
-            prompt_len,
-            sampling,
             self.context_length if sampling.max_tokens is None else prompt_len + sampling.max_tokens,
-            seed,
-            num_scored_prompt_tokens=request.num_scored_prompt_tokens,
-            kv_source=request.source,
-            kv_lease=request.lease,
-            bad_words=request.bad_words,
-            prediction=request.prediction if sampling.speculation.depth != 0 else [],
-            hash_root=None
-            if is_self_check or self._fingerprint is None
-            else root(self._fingerprint, request.salt),
-            coupled=self.policy is not None and (sampling.seed is not None or self._seeded),
-            max_depth=sampling.speculation.depth,
-            arrival_time=perf_counter(),
+            request.num_scored_prompt_tokens,
+            is_synchronous=self._runner.processors or sampling.grammar is not None,
         )
-        sizes, req.is_synchronous = (
-            self._runner.sizes,
-            self._runner.processors or sampling.grammar is not None,
-        )
-        req.num_write_ahead = sizes.num_write_ahead(req.plain)
-        req.num_lookahead_tokens = sizes.num_lookahead_tokens(self._overlap, req.plain)
-        req.has_mixed_sources = not req.plain or sizes.always_free
-        draft_depth = self._draft_depth if req.max_depth is None else min(self._draft_depth, req.max_depth)
-        req.max_pending_draft_tokens = sizes.max_draft_tokens(draft_depth, req.plain)
+        if self._fingerprint is not None and not is_self_check:
+            req.cache.hash_root = root(self._fingerprint, request.salt)
+        req.draft.coupled = self.policy is not None and (sampling.seed is not None or self._seeded)
+        req.queue.arrival_time = perf_counter()
+        self._limit_drafts(req)
         scheduler.add(req)
+
+    def _limit_drafts(self, req: RequestState) -> None:
+        sizes, plain, max_depth = self._runner.sizes, req.request.plain, req.request.max_depth
+        draft_depth = self._draft_depth if max_depth is None else min(self._draft_depth, max_depth)
+        req.num_write_ahead = sizes.num_write_ahead(plain)
+        req.num_lookahead_tokens = sizes.num_lookahead_tokens(self._overlap, plain)
+        req.draft.has_mixed_sources = not plain or sizes.always_free
+        req.draft.max_pending_draft_tokens = sizes.max_draft_tokens(draft_depth, plain)
 
     def compile(self, spec: GrammarSpec | None) -> None:
         """Keeps the result for the runner. May take seconds, and may run in another thread beside `step`.
@@ -254,7 +248,7 @@ class Engine:
         if self.policy is not None and change != SpecChange():
             self.policy.set(change)
             for req in self._scheduler.live.values() if change.reset else ():
-                req.acceptance_factor = 1.0
+                req.draft.acceptance_factor = 1.0
         return report(self.policy, self._draft_depth, self.stats)
 
     def draft_with(self, shape: DraftShape) -> None:
@@ -298,7 +292,7 @@ class Engine:
         )
         for new_request in planned.plan.new_requests:
             req = self._scheduler.live[new_request.id]
-            req.start_time = perf_counter() if req.start_time is None else req.start_time
+            req.queue.start_time = perf_counter() if req.queue.start_time is None else req.queue.start_time
         going = bool(planned.reqs) or self._scheduler.moving or bool(planned.plan.transfers)
         if going:
             events += self._launch(planned, began)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from mtpserve.config import SchedulerConfig
-from mtpserve.core.request_state import RequestState
+from mtpserve.core.state.request_state import RequestState
 
-QUEUE_KEY = attrgetter("queue_key")
+QUEUE_KEY = attrgetter("queue.key")
 LOOKS = 128  # requests whose prefixes are compared in a step, the oldest ones
 LONG = 2  # steps that a prompt fills which is called long, unless the user says otherwise
 EXPECTED = 0.1  # share of what requests may produce that they are expected to produce
@@ -64,7 +64,7 @@ class WaitingQueue:
         insort(self.reqs, req, key=QUEUE_KEY)
 
     def remove(self, req: RequestState) -> None:
-        place = bisect_left(self.reqs, req.queue_key, key=QUEUE_KEY)  # ranks are unique
+        place = bisect_left(self.reqs, req.queue.key, key=QUEUE_KEY)  # ranks are unique
         assert self.reqs[place] is req
         del self.reqs[place]
 
@@ -74,7 +74,7 @@ class WaitingQueue:
             for other in self.reqs[:LOOKS]:
                 if other is req:
                     break
-                other.num_overtaken += 1
+                other.queue.num_overtaken += 1
         self.remove(req)
 
     def order(self, matched: Callable[[RequestState], int]) -> Iterator[RequestState]:
@@ -83,7 +83,7 @@ class WaitingQueue:
             yield from self.reqs[:LOOKS]
             return
         reqs = list(self.reqs)
-        first = [req for req in reqs if req.has_run or req.num_overtaken >= MOST_OVERTAKEN]
+        first = [req for req in reqs if req.queue.has_run or req.queue.num_overtaken >= MOST_OVERTAKEN]
         yield from first
         named = {req.id for req in first}
         others = [req for req in reqs[:LOOKS] if req.id not in named]

@@ -9,7 +9,7 @@ shape it:
 * The first in order always makes progress: pages run out at the expense of the last, and every decoding request gets
   its turn within a bounded number of steps.
 
-A step may be planned while others are in flight, from what is certain about them: see core/request_state.
+A step may be planned while others are in flight, from what is certain about them: see core/state/request_state.
 `must_wait` says when that is not enough. A request whose end was not read yet gets spans without effect:
 `commit` drops them unread, and since the device works in order, pages that were released in the meantime are
 written by their next holder after that.
@@ -29,7 +29,7 @@ from mtpserve.core.batch import Source
 from mtpserve.core.plan import NewRequest, SpanPlan, SpanResult, StateCheckpoint, StepPlan, StepResult
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.request import Finish, Proposal
-from mtpserve.core.request_state import RequestState
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.pages.prefixes import Prefixes
 from mtpserve.engine.pages.tiers import Tiers
 from mtpserve.engine.queue import LOOKS, QUEUE_KEY, UNLIMITED, SchedulingPolicy, WaitingQueue
@@ -109,7 +109,7 @@ class Scheduler:
         the lookahead."""
         assert req.id not in self.live
         self.live[req.id] = req
-        req.queue_key = (req.sampling.priority, self._arrivals)
+        req.queue.key = (req.sampling.priority, self._arrivals)
         self._arrivals += 1
         self._prefixes.add(req)
         self._waiting_queue.add(req)
@@ -160,8 +160,12 @@ class Scheduler:
         for req, span in planned:
             req.num_scheduled_tokens += span.num_tokens
             req.num_pending_outputs += span.samples
-            req.num_draft_tokens = req.pending_draft_limit if span.drafts_next and draft_depth > 0 else 0
-        pages = [new for req, _ in planned if req.has_new_blocks for new in new_pages(req, self._pages.dense)]
+            req.num_draft_tokens = (
+                req.draft.pending_draft_limit if span.drafts_next and draft_depth > 0 else 0
+            )
+        pages = [
+            new for req, _ in planned if req.cache.has_new_blocks for new in new_pages(req, self._pages.dense)
+        ]
         transfers = [] if self._tiers is None else self._tiers.take_outgoing()
         return ScheduledStep(
             StepPlan([span for _, span in planned], draft_depth, new_requests, pages, transfers, keeps),
@@ -204,8 +208,12 @@ class Scheduler:
         prompts do not wait for the ends of long ones.
         """
         service, alone = self._policy, len(self.live) == 1
-        long = [req for req in running if self._is_long(req, req.num_shared_tokens)]
-        short = [req for req in running if not self._is_long(req, req.num_shared_tokens)] if long else running
+        long = [req for req in running if self._is_long(req, req.cache.num_shared_tokens)]
+        short = (
+            [req for req in running if not self._is_long(req, req.cache.num_shared_tokens)]
+            if long
+            else running
+        )
         prompts, admitted = self._share(short, left - (left // 4 if long else 0), long=False)
         if service.long_prompt is None or (prompts and not self._long_prompts_waited):
             self._long_prompts_waited = True
@@ -256,21 +264,25 @@ class Scheduler:
             # older request has taken some: it cannot come back within the same plan, nor lack pages itself
             # for the first span that decodes again.
             held = self._pages.seat(
-                req.block_hashes[:columns], start, to_compute(req), req.num_lookahead_tokens, self._reserved()
+                req.cache.block_hashes[:columns],
+                start,
+                to_compute(req),
+                req.num_lookahead_tokens,
+                self._reserved(),
             )
             if held is None:
                 return None
-            req.blocks, req.has_new_blocks, req.num_shared_tokens = (
+            req.cache.blocks, req.cache.has_new_blocks, req.cache.num_shared_tokens = (
                 held,
                 True,
                 columns * self._pages.page_size,
             )
-            req.start_state = self._pages.state_of(held)
-            req.num_computed_tokens = req.num_stored_tokens = req.num_scheduled_tokens = (
-                req.num_state_tokens
+            req.cache.start_state = self._pages.state_of(held)
+            req.num_computed_tokens = req.cache.num_stored_tokens = req.num_scheduled_tokens = (
+                req.cache.num_state_tokens
             ) = start
-            if not req.has_run:
-                req.num_cached_tokens, req.has_run = start, True
+            if not req.queue.has_run:
+                req.cache.num_cached_tokens, req.queue.has_run = start, True
             self._prefixes.seat(req, columns)
             req.req_idx = heapq.heappop(self._free_req_indices)
             self._waiting_queue.admit(req)
@@ -291,9 +303,11 @@ class Scheduler:
         """Pages of each group that a running request lacks for its next span; empty: it has them. A prompt
         lacks none but those of windows that move on: admission took the others."""
         tokens = len(req.tokens) + useful_drafts(req) if decodes(req) else to_compute(req)
-        if self._pages.has(req.blocks, tokens + req.num_lookahead_tokens):
+        if self._pages.has(req.cache.blocks, tokens + req.num_lookahead_tokens):
             return []
-        return self._pages.missing(req.blocks, req.num_scheduled_tokens, tokens, req.num_lookahead_tokens)
+        return self._pages.missing(
+            req.cache.blocks, req.num_scheduled_tokens, tokens, req.num_lookahead_tokens
+        )
 
     def _allocate_blocks(self) -> list[RequestState]:
         """Give every request the pages of its next span, in order → those that decode. Without windows prompt
@@ -306,8 +320,8 @@ class Scheduler:
                     # they are booked. The steps in flight still read them; but only later ones write to them,
                     # and the device works in their order.
                     self._pages.advance(
-                        req.blocks,
-                        req.num_scheduled_tokens if req.hash_root is None else req.num_computed_tokens,
+                        req.cache.blocks,
+                        req.num_scheduled_tokens if req.cache.hash_root is None else req.num_computed_tokens,
                     )
                 self._allocate(req)
         return [req for req in decoding if req.req_idx is not None]
@@ -321,23 +335,25 @@ class Scheduler:
             # way itself.
             if self._preempt_last() is req:
                 return
-        self._pages.extend(req.blocks, missing)
-        req.has_new_blocks = True
+        self._pages.extend(req.cache.blocks, missing)
+        req.cache.has_new_blocks = True
 
     def _preempt_last(self) -> RequestState:
         req = self.running.pop()
         assert not req.in_flight, "what it is getting would be lost"
         self._unseat(req)
-        req.num_computed_tokens = req.num_stored_tokens = req.num_scheduled_tokens = req.num_state_tokens = 0
-        req.num_draft_tokens = req.num_deferred_tokens = 0
+        req.num_computed_tokens = req.cache.num_stored_tokens = req.num_scheduled_tokens = (
+            req.cache.num_state_tokens
+        ) = 0
+        req.num_draft_tokens = req.draft.num_deferred_tokens = 0
         self._waiting_queue.add(req)
         self.preemptions += 1
         return req
 
     def _unseat(self, req: RequestState, trusted: bool = True) -> None:
         self._prefixes.leave(req, trusted)
-        self._pages.release(req.blocks)
-        req.blocks = []
+        self._pages.release(req.cache.blocks)
+        req.cache.blocks = []
         if req.req_idx is not None:
             heapq.heappush(self._free_req_indices, req.req_idx)
             req.req_idx = None
@@ -399,10 +415,10 @@ class Scheduler:
         tokens, finish = until_stop(req, result.tokens, self._eos_ids)
         settled = req.num_computed_tokens + span.num_tokens
         if span.num_deferred_tokens:
-            req.num_stored_tokens = req.num_computed_tokens
+            req.cache.num_stored_tokens = req.num_computed_tokens
         req.num_computed_tokens += span.num_tokens + result.num_accepted_tokens
         if not span.defers_kv:
-            req.num_stored_tokens = req.num_computed_tokens
+            req.cache.num_stored_tokens = req.num_computed_tokens
         req.num_scheduled_tokens += result.num_accepted_tokens
         req.num_pending_outputs -= span.samples
         if not req.in_flight:
@@ -441,7 +457,7 @@ class Scheduler:
         seat is free."""
         loading = [] if self._tiers is None else self._tiers.holders
         self._pages.check_integrity(
-            [*(req.blocks for req in self.live.values()), *loading], self._prefixes.states
+            [*(req.cache.blocks for req in self.live.values()), *loading], self._prefixes.states
         )
         seats = [req.req_idx for req in self.running if req.req_idx is not None]
         if sorted(seats + self._free_req_indices) != list(range(self._max_running)) or len(seats) != len(
@@ -456,8 +472,10 @@ class Scheduler:
         if any(queue != sorted(queue, key=QUEUE_KEY) for queue in (self.running, self.waiting)):
             raise RuntimeError("running or waiting requests are out of order")
         for req in self.running:
-            columns = min(held.end for held in req.blocks[: self._pages.dense])
+            columns = min(held.end for held in req.cache.blocks[: self._pages.dense])
             req.check_counters(columns * self._pages.page_size, self.max_deferred_tokens)
         for req in self.waiting:
-            if req.blocks or req.req_idx is not None or req.num_computed_tokens or req.num_draft_tokens:
-                raise RuntimeError(f"request {req.id} waits but holds {req.blocks} and seat {req.req_idx}")
+            if req.cache.blocks or req.req_idx is not None or req.num_computed_tokens or req.num_draft_tokens:
+                raise RuntimeError(
+                    f"request {req.id} waits but holds {req.cache.blocks} and seat {req.req_idx}"
+                )

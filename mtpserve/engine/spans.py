@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from mtpserve.core.plan import NewPages, NewRequest, SpanPlan
-from mtpserve.core.request_state import RequestState
+from mtpserve.core.state.request_state import RequestState
 
 
 def decodes(req: RequestState) -> bool:
@@ -43,7 +43,7 @@ def next_span(req: RequestState, length: int, drafts: int = 0) -> SpanPlan:
         drafts,
         samples,
         drafts_next,
-        req.max_draft_tokens if drafts_next else None,
+        req.draft.max_draft_tokens if drafts_next else None,
     )
 
 
@@ -72,16 +72,16 @@ def deferred(
     has_drafts = has_deferred = is_full = False
     for req, span in decoding:
         has_drafts = has_drafts or span.num_draft_tokens > 0
-        has_deferred = has_deferred or req.num_deferred_tokens > 0
-        is_full = is_full or req.num_deferred_tokens == max_deferred_tokens
+        has_deferred = has_deferred or req.draft.num_deferred_tokens > 0
+        is_full = is_full or req.draft.num_deferred_tokens == max_deferred_tokens
     may_defer = draft_depth == 0 and not has_drafts
     if not may_defer and not has_deferred:
         return decoding
     spans: list[tuple[RequestState, SpanPlan]] = []
     for req, span in decoding:
-        defers = may_defer and (not beside_prompts or (req.num_deferred_tokens > 0 and not is_full))
-        num_rows = req.num_deferred_tokens if is_full or not defers else 0
-        req.num_deferred_tokens += defers - num_rows
+        defers = may_defer and (not beside_prompts or (req.draft.num_deferred_tokens > 0 and not is_full))
+        num_rows = req.draft.num_deferred_tokens if is_full or not defers else 0
+        req.draft.num_deferred_tokens += defers - num_rows
         spans.append(
             (
                 req,
@@ -93,18 +93,18 @@ def deferred(
 
 def admission(req: RequestState) -> NewRequest:
     assert req.req_idx is not None
+    output_ids, cache = req.tokens[req.num_prompt_tokens :], req.cache
     return NewRequest(
-        req.req_idx, req.id, list(req.tokens), req.num_prompt_tokens, req.num_computed_tokens,
-        req.max_num_tokens, req.seed, req.sampling,
-        req.bad_words, req.prediction, req.max_depth, req.num_shared_tokens, req.coupled, req.start_state,
+        req.req_idx, req.request, output_ids, req.num_computed_tokens, req.max_num_tokens,
+        cache.num_shared_tokens, req.draft.coupled, cache.start_state,
     )  # fmt: skip
 
 
 def new_pages(req: RequestState, groups: int) -> list[NewPages]:
     """Those that no plan has named, of the first `groups` groups."""
     assert req.req_idx is not None
-    new, req.has_new_blocks = list[NewPages](), False
-    for group, held in enumerate(req.blocks[:groups]):
+    new, req.cache.has_new_blocks = list[NewPages](), False
+    for group, held in enumerate(req.cache.blocks[:groups]):
         first, held.planned = max(held.planned, held.first), held.end
         if first < held.end:
             new.append(NewPages(req.req_idx, first, held.pages[first - held.first :], group))

@@ -21,7 +21,7 @@ def count(stats: EngineStats, outcome: RequestOutput) -> None:
     stats.generation_tokens_total += len(outcome.tokens)
     if req.num_output_tokens == len(outcome.tokens):
         stats.prompt_tokens_total += req.num_prompt_tokens
-        stats.cached_prompt_tokens_total += req.num_cached_tokens
+        stats.cached_prompt_tokens_total += req.cache.num_cached_tokens
     if outcome.proposal.tokens:
         count_verification(stats, outcome.proposal, outcome.num_accepted_tokens, len(outcome.tokens))
 
@@ -44,10 +44,10 @@ def event_of(outcome: RequestOutput, now: float) -> TokenEvent:
     """`now` is perf_counter's."""
     req = outcome.req
     times = None
-    if outcome.tokens and req.num_output_tokens == len(outcome.tokens) and req.start_time is not None:
-        times = FirstTokenTimes(req.start_time - req.arrival_time, now - req.start_time)
+    if outcome.tokens and req.num_output_tokens == len(outcome.tokens) and req.queue.start_time is not None:
+        times = FirstTokenTimes(req.queue.start_time - req.queue.arrival_time, now - req.queue.start_time)
     return TokenEvent(
         req.id, outcome.tokens, outcome.num_accepted_tokens, outcome.proposal, req.finish, req.error,
         outcome.logprobs,
-        outcome.prompt_logprobs, times, 0 if times is None else req.num_cached_tokens, req.kv_offer,
+        outcome.prompt_logprobs, times, 0 if times is None else req.cache.num_cached_tokens, req.cache.kv_offer,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import msgspec
 
 from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import Proposal, TokenLogprob
-from mtpserve.core.request_state import RequestState
+from mtpserve.core.state.request_state import RequestState
 
 
 class ScheduledStep(NamedTuple):

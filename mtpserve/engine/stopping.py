@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from mtpserve.core.request import Finish
-from mtpserve.core.request_state import RequestState
+from mtpserve.core.state.request_state import RequestState
 
 
 def until_stop(

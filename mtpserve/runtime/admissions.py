@@ -50,7 +50,7 @@ def seat(
                 [token for _, token, _ in biased],
                 bits([bias for _, _, bias in biased]),
                 *(request.tokens for request in requests),
-                *(request.new_request.prediction for request in requests),
+                *(request.request.prediction for request in requests),
             ],
             req_tensors.device,
         )
@@ -97,17 +97,18 @@ def start_states(new_requests: Seq[NewRequest], states: States) -> None:
 
 def integers(request: RunnerRequest, eos_ids: Collection[int]) -> list[int]:
     """[INTEGERS + STOPS]"""
-    new_request, params = request.new_request, request.sampling
+    new_request, params, seed = request.new_request, request.sampling, request.request.seed
+    assert seed is not None
     ends = [*(() if params.ignore_eos else eos_ids), *params.stop_token_ids]
     return [
         *(
-            len(new_request.tokens),
+            new_request.num_tokens,
             new_request.num_computed_tokens,
-            new_request.num_prompt_tokens,
+            request.num_prompt_tokens,
             new_request.max_num_tokens,
             0,
         ),
-        *(max(params.top_k, 0), new_request.seed),
+        *(max(params.top_k, 0), seed),
         int(new_request.point_masses),
         params.min_tokens,
         *[*ends, *[-1] * STOPS][:STOPS],

@@ -105,7 +105,7 @@ class Runner:
             overlapped,
             grammars,
         )
-        self.drafter, self.seats = step.drafter, step.seats
+        self.drafter, self.req_tensors = step.drafter, step.req_tensors
         self.records: dict[int, RunnerRequest] = {}  # by seat
         self.last: tuple[Seq[RunnerRequest], SamplingFeatures] = (), SamplingFeatures()
         self.planned_checkpoints: dict[int, StateCheckpoint] = {}  # of the step that is launched, by seat
@@ -117,7 +117,7 @@ class Runner:
         drafter = self.drafters.of(shape)
         self.drafter = self.step.drafter = drafter
         if not drafter.coupled and drafter.sizes.steps:
-            self.seats.keep_probs(self.drafters.largest.depth, self.step.model.arch.vocab)
+            self.req_tensors.keep_probs(self.drafters.largest.depth, self.step.model.arch.vocab)
         self.last = (), SamplingFeatures()
         if self.graphs is not None:
             if drafter not in self.captured:
@@ -154,12 +154,12 @@ class Runner:
             spans = [span for span in spans if span[2].error is None]
         parts: list[Part] = []
         late = [span for _, span, _ in spans if span.num_deferred_tokens]
-        chunk_size = CAUGHT_UP[self.seats.device.type]
+        chunk_size = CAUGHT_UP[self.req_tensors.device.type]
         for first in range(0, len(late), chunk_size):
             self.store_deferred_kv(late[first : first + chunk_size])
         if spans:
             parts += self.compute(spans, plan.draft_depth)
-        return LaunchedStep(parts, refused, self.transfers, moment(self.seats.device))
+        return LaunchedStep(parts, refused, self.transfers, moment(self.req_tensors.device))
 
     def compute(self, spans: Seq[Span], draft_depth: int) -> list[Part]:
         """Replayed where it can be, in one pass where the graphs have prompts and decoding together."""
@@ -169,7 +169,7 @@ class Runner:
         places = {place for place, _, _ in decoding}
         others = [span for span in spans if span[0] not in places]
         prompts = others if all(map(self.ends_prompt, others)) else []
-        chains = self.seats.branching.isdisjoint(plan.req_idx for _, plan, _ in spans)
+        chains = self.req_tensors.branching.isdisjoint(plan.req_idx for _, plan, _ in spans)
         if prompts and decoding and graphs.has_mixed_steps and chains:
             return self.replay(decoding, draft_depth, graphs, prompts)
         if decoding and len({plan.defers_kv for _, plan, _ in decoding}) > 1:
@@ -181,8 +181,10 @@ class Runner:
         return [*parts, self.run(others, draft_depth)] if others else parts
 
     def store_deferred_kv(self, plans: Seq[SpanPlan]) -> None:
-        layout = row_layout(tuple((plan.num_deferred_tokens, 0, False) for plan in plans), self.seats.device)
-        (req_indices,) = kept((tuple(plan.req_idx for plan in plans),), self.seats.device)
+        layout = row_layout(
+            tuple((plan.num_deferred_tokens, 0, False) for plan in plans), self.req_tensors.device
+        )
+        (req_indices,) = kept((tuple(plan.req_idx for plan in plans),), self.req_tensors.device)
         self.step.store_deferred_kv(layout, req_indices, BatchSampler(self.sampling, SamplingFeatures()))
 
     def admit(self, plan: StepPlan) -> None:
@@ -203,7 +205,7 @@ class Runner:
                 log.exception("request %s could not be seated", request.id)
                 request.refuse(error)
         seated = [request for request in requests if request.error is None]
-        seat(seated, plan.new_pages, self.seats, self.sampling)
+        seat(seated, plan.new_pages, self.req_tensors, self.sampling)
         if self.step.states is not None and seated:
             start_states([request.new_request for request in seated], self.step.states)
 
@@ -281,30 +283,32 @@ class Runner:
             tuple(unstored),
         )
         inputs = (
-            staged([*host_lists, *more], self.seats.device) if more else kept(host_lists, self.seats.device)
+            staged([*host_lists, *more], self.req_tensors.device)
+            if more
+            else kept(host_lists, self.req_tensors.device)
         )
         req_indices, draft_spans, num_steps, most_each, resumed_spans, unstored_spans, *lists = inputs
         rules = None if groups is None else BatchRules(self.sampling.rules, requests, groups, lists)
         layout = tuple((plan.num_tokens, plan.num_draft_tokens, plan.samples) for plan in plans)
         return BatchInputs(
-            row_layout(layout, self.seats.device, self.sizes.depth if self.sizes.branching else None),
+            row_layout(layout, self.req_tensors.device, self.sizes.depth if self.sizes.branching else None),
             req_indices,
             None if len(drafting) == len(plans) else draft_spans,
             DraftTargets(
                 num_steps, max(wanted, default=0), most_each if max_draft_tokens else None, *deferral(plans)
             ),
-            not self.seats.branching.isdisjoint(hosts),
+            not self.req_tensors.branching.isdisjoint(hosts),
             BatchSampler(self.sampling, self.features(requests), rules),
             resumed_spans if resumed else None,
             unstored_spans if unstored else None,
-            self.seats.predicted(hosts),
+            self.req_tensors.predicted(hosts),
             self.checkpoints(plans),
         )
 
     def checkpoints(self, plans: Seq[SpanPlan]) -> StateCheckpoints | None:
         if self.planned_checkpoints.keys().isdisjoint(plan.req_idx for plan in plans):
             return None
-        return StateCheckpoints(*staged(self.checkpoint_numbers(plans), self.seats.device))
+        return StateCheckpoints(*staged(self.checkpoint_numbers(plans), self.req_tensors.device))
 
     def checkpoint_numbers(self, plans: Seq[SpanPlan]) -> list[list[int]]:
         """Of each span: after how many tokens a state is kept, and which one."""
@@ -327,7 +331,7 @@ class Runner:
         spans = [*decoding, *prompts]
         _, plans, requests = zip(*spans, strict=True)
         hosts, wanted = [plan.req_idx for plan in plans], [request.depth(draft_depth) for request in requests]
-        trees = not self.seats.branching.isdisjoint(hosts)
+        trees = not self.req_tensors.branching.isdisjoint(hosts)
         deferred, drafts = any(plan.defers_kv for plan in plans), max(plan.num_draft_tokens for plan in plans)
         checkpoints, lengths = () if self.step.states is None else self.checkpoint_numbers(plans), None
         if prompts:
@@ -389,7 +393,7 @@ class Runner:
         where nothing was drafted."""
         if count is None:
             return [0] * len(drafted)
-        self.seats.branch([request.req_idx for _, request in drafted], trees)
+        self.req_tensors.branch([request.req_idx for _, request in drafted], trees)
         if self.overlapped:
             return [
                 self.sizes.max_draft_tokens(request.depth(draft_depth), request.plain, plan.max_draft_tokens)

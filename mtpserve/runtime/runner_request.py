@@ -15,23 +15,18 @@ class RunnerRequest:
     """One request, from its admission on."""
 
     def __init__(self, new_request: NewRequest) -> None:
-        params = new_request.sampling
-        self.new_request, self.sampling, self.req_idx, self.id = (
-            new_request,
-            params,
-            new_request.req_idx,
-            new_request.id,
-        )
-        self.num_prompt_tokens = new_request.num_prompt_tokens
-        self.max_depth = new_request.max_depth
-        self.plain = new_request.plain
-        self.tokens = list(new_request.tokens)  # as far as results were read
+        request, params = new_request.request, new_request.request.sampling
+        self.new_request, self.request, self.req_idx = new_request, request, new_request.req_idx
+        self.id, self.sampling = request.id, params
+        self.num_prompt_tokens = len(request.prompt)
+        self.max_depth, self.plain = request.max_depth, request.plain
+        self.tokens = request.prompt + new_request.output_ids  # as far as results were read
         self.grammar: Grammar | None = None  # knows the first `grammar_tokens` of the output
         self.grammar_tokens = 0
         self.error: str | None = None  # why it cannot be computed
-        self.bad_words = tuple(tuple(word) for word in new_request.bad_words if len(word) > 1)
+        self.bad_words = tuple(tuple(word) for word in request.bad_words if len(word) > 1)
         self.has_bias = bool(
-            params.logit_bias or params.allowed_token_ids or len(self.bad_words) < len(new_request.bad_words)
+            params.logit_bias or params.allowed_token_ids or len(self.bad_words) < len(request.bad_words)
         )
         self.has_penalty = (
             params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0

@@ -60,7 +60,7 @@ class Step:
         decide: Decide | None = None,
     ) -> None:  # fmt: skip
         self.states = states
-        self.model, self.attention, self.stores, self.drafter, self.seats = (
+        self.model, self.attention, self.stores, self.drafter, self.req_tensors = (
             model,
             attention,
             stores,
@@ -73,13 +73,13 @@ class Step:
     def store_deferred_kv(self, layout: RowLayout, req_indices: Tensor, sampler: Sampler) -> None:
         """The draft model absorbs the last rows of these seats, of which steps have deferred that."""
         # What has ended is not to be written to: its pages may be others'.
-        req_indices = req_indices.masked_fill(self.seats.done[req_indices], self.seats.padding)
-        start = (self.seats.num_computed_tokens[req_indices] - layout.num_tokens).clamp(min=0)
-        self.drafter.store_deferred_kv(place(layout, self.seats, req_indices, sampler, None, start))
+        req_indices = req_indices.masked_fill(self.req_tensors.done[req_indices], self.req_tensors.padding)
+        start = (self.req_tensors.num_computed_tokens[req_indices] - layout.num_tokens).clamp(min=0)
+        self.drafter.store_deferred_kv(place(layout, self.req_tensors, req_indices, sampler, None, start))
 
     def forward(self, rows: BatchInputs) -> Computed:
         """Everything that the host wants to know: its copy can start before the drafting."""
-        req_tensors = self.seats
+        req_tensors = self.req_tensors
         batch = build(rows, req_tensors)
         self.mark("host")
         hidden = self.model.trunk(
@@ -98,15 +98,21 @@ class Step:
         self.mark("host")
         batch, hidden, verify_output = done.batch, done.hidden, done.verdict
         batch.sampler.advance(batch, verify_output)
-        self.seats.advance(batch, verify_output)
+        self.req_tensors.advance(batch, verify_output)
         if verify_output.path is not None:
             assert rows.layout.compacted is not None
             batch, hidden = compact(
-                rows.layout.compacted, batch, hidden, verify_output, self.seats, self.stores, self.states
+                rows.layout.compacted,
+                batch,
+                hidden,
+                verify_output,
+                self.req_tensors,
+                self.stores,
+                self.states,
             )
         self.mark("accept")
         drafts = self.drafter.draft(batch, hidden, verify_output, rows.draft_targets)
         self.mark("draft")
         req_indices = batch.drafted(batch.req_indices)
-        self.seats.store_drafts(req_indices, drafts, rows.has_trees)
+        self.req_tensors.store_drafts(req_indices, drafts, rows.has_trees)
         return drafts

@@ -7,7 +7,7 @@ import pytest
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.pages import PageError
 from mtpserve.core.arch.model import Attention, KVLayout, page_groups
-from mtpserve.core.request_state import Held
+from mtpserve.core.state.cache_state import Held
 
 PAGE, CHUNK, AHEAD = 4, 8, 3
 

@@ -137,14 +137,14 @@ class FakeRunner:
         assert plan.draft_depth <= self.max_drafts
         self._transfer(plan.transfers)
         for new_request in plan.new_requests:
-            assert new_request.tokens and any(span.req_idx == new_request.req_idx for span in plan.spans)
+            assert new_request.num_tokens and any(span.req_idx == new_request.req_idx for span in plan.spans)
             # Found in the cache is what whole pages have; of these one token may be computed again, so that something is.
             assert new_request.num_shared_tokens % self.page_size == 0 and new_request.num_computed_tokens in (
                 new_request.num_shared_tokens,
                 new_request.num_shared_tokens - 1,
             )
             tables: list[dict[int, int]] = [{} for _ in self.windows]
-            tokens = list(new_request.tokens)
+            tokens = new_request.request.prompt + new_request.output_ids
             self.seats[new_request.req_idx] = Seat(new_request, tokens, new_request.num_computed_tokens, pages=tables, seen=len(tokens))
         for new in plan.new_pages:
             req_idx = self.seats[new.req_idx]
@@ -249,7 +249,7 @@ class FakeRunner:
         assert all((max(table) + 1) * self.page_size >= span.start + span.num_rows + beyond for table in given.pages)
 
     def lockstep(self, req_idx: Seat) -> bool:
-        return self.processors or req_idx.admission.sampling.grammar is not None
+        return self.processors or req_idx.admission.request.sampling.grammar is not None
 
     def _low(self, window: int | None, start: int) -> int:
         """The first column that a row at `start` sees."""
@@ -290,7 +290,7 @@ class FakeRunner:
         for i, token in enumerate(rows, start):
             if i >= new_request.num_shared_tokens:
                 self._store(pages, i, token)
-        committed = self._verify(new_request.seed, pages, start + span.num_tokens, proposed) if span.samples else []
+        committed = self._verify(new_request.request.seed, pages, start + span.num_tokens, proposed) if span.samples else []
         accepted = max(len(committed) - 1, 0)
         req_idx.computed = start + span.num_tokens + accepted
         req_idx.tokens += committed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtpserve.cache.groups import PageGroups
-from mtpserve.core.request_state import RequestState
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.queue import MOST_OVERTAKEN, UNLIMITED
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.spans import decodes, ends
@@ -56,7 +56,7 @@ class WatchedScheduler(Scheduler):
         long = [
             span.num_rows
             for req, span in zip(planned.reqs, spans, strict=True)
-            if req.prefill_end - req.num_shared_tokens > self.service.long_prompt and span.start < req.prefill_end - 1
+            if req.prefill_end - req.cache.num_shared_tokens > self.service.long_prompt and span.start < req.prefill_end - 1
         ]
         assert len(long) <= self.service.max_long
         assert len(self.live) == 1 or all(width <= self.service.long_rows for width in long)
@@ -79,9 +79,9 @@ class WatchedScheduler(Scheduler):
         """A page that a step writes has one holder; there is a page for each row, and for what the device may write on its own."""
         size = self._pages.page_size
         for req, span in zip(planned.reqs, planned.plan.spans, strict=True):
-            for group, held in zip(self._pages.groups, req.blocks, strict=True):
+            for group, held in zip(self._pages.groups, req.cache.blocks, strict=True):
                 assert held.end * size >= span.start + span.num_rows
-                first = max(span.start, req.num_shared_tokens) // size
+                first = max(span.start, req.cache.num_shared_tokens) // size
                 last = (span.start + span.num_rows - 1) // size
                 for column in range(max(first, held.first), last + 1):
                     page = held.pages[column - held.first]
@@ -99,24 +99,26 @@ class WatchedScheduler(Scheduler):
             excused |= {each.id for each in ranked if self._may_be_passed(each, long)}
         if req is not None and not self.service.longest_prefix:
             for other in ranked:
-                if other.queue_key >= req.queue_key:
+                if other.queue.key >= req.queue.key:
                     break
                 assert other.id in excused, f"{req.id} was served before {other.id}"
         if req is not None:
-            self.overtaken = max(self.overtaken, req.num_overtaken)
+            self.overtaken = max(self.overtaken, req.queue.num_overtaken)
             # The first in order may be one of several that were overtaken so often.
             bound = MOST_OVERTAKEN + self._options["max_running"]
-            assert req.num_overtaken <= bound or req.id in self._passed, f"{req.num_overtaken} later ones were served before {req.id}"
+            assert req.queue.num_overtaken <= bound or req.id in self._passed, (
+                f"{req.queue.num_overtaken} later ones were served before {req.id}"
+            )
             self._passed.discard(req.id)
             self._passed.update(excused - {req.id})
         return req
 
     def _may_be_passed(self, req: RequestState, long: bool) -> bool:
-        columns = self._pages.matched(req.block_hashes)
-        coming = columns < len(req.block_hashes) and req.block_hashes[columns] in self._prefixes._pending_keys
-        if coming or (self._tiers is not None and self._pages.matched(req.block_hashes, lookup=self._tiers.found) > columns):
+        columns = self._pages.matched(req.cache.block_hashes)
+        coming = columns < len(req.cache.block_hashes) and req.cache.block_hashes[columns] in self._prefixes._pending_keys
+        if coming or (self._tiers is not None and self._pages.matched(req.cache.block_hashes, lookup=self._tiers.found) > columns):
             return True
-        if self._tiers is not None and self._tiers.is_loading(req.kv_load):  # pages that the tier has dropped since
+        if self._tiers is not None and self._tiers.is_loading(req.cache.kv_load):  # pages that the tier has dropped since
             return True
         return not long and self._is_long(req, columns * self._pages.page_size)
 

@@ -86,7 +86,7 @@ def test_all_drafts_are_taken_where_they_are_computed_anyway() -> None:
             for i, req in enumerate(reqs):
                 policy.verified(req, 3, [1, 2, 3] if i < 2 else [])
         policy.choose(reqs)
-        found.append([req.max_draft_tokens for req in reqs])
+        found.append([req.draft.max_draft_tokens for req in reqs])
     assert found == [[3, 3, 0, 0], [3, 3, 3, 3]]
 
 

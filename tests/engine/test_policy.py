@@ -14,9 +14,9 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.config import SpecConfig
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import SpanPlan, StepPlan
-from mtpserve.core.request import Proposal, SpecChange
-from mtpserve.core.request_state import RequestState
-from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.request import Proposal, Request, SpecChange
+from mtpserve.core.sampling import SamplingParams, Speculation
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.depth.policy import EVERY, DepthPolicy
 from mtpserve.engine.depth.step_times import StepWork
 from mtpserve.engine.scheduler import Scheduler
@@ -241,7 +241,7 @@ def depths_beside_prompts(cost: StepCost, rate: float, seconds: float, more: flo
         policy.verified(req, 3, [1] if random.random() < rate else [])
     for _ in range(1000):
         depths.append(policy.choose(reqs))
-        spans = [SpanPlan(i, 10, 1, depths[-1], True, True, req.max_draft_tokens) for i, req in enumerate(reqs)]
+        spans = [SpanPlan(i, 10, 1, depths[-1], True, True, req.draft.max_draft_tokens) for i, req in enumerate(reqs)]
         planned = ScheduledStep(StepPlan([*spans, SpanPlan(4, 10, 400, 0, False, False)], depths[-1]), reqs)
         policy.stepped(planned, depths[-1], seconds + more * (depths[-1] > 0))
     return policy, depths
@@ -265,7 +265,7 @@ def test_a_prompt_that_took_less_than_expected_does_not_pay_for_trials() -> None
     beside = 0
     for _ in range(100):
         depth, before = policy.choose(reqs), policy._saved
-        spans = [SpanPlan(i, 10, 1, depth, True, True, req.max_draft_tokens) for i, req in enumerate(reqs)]
+        spans = [SpanPlan(i, 10, 1, depth, True, True, req.draft.max_draft_tokens) for i, req in enumerate(reqs)]
         prompts = [SpanPlan(4, 10, 400, 0, False, False)] if policy._held else []
         policy.stepped(ScheduledStep(StepPlan([*spans, *prompts], depth), reqs), depth, 0.1 + 0.01 * depth)
         beside += bool(prompts)
@@ -292,9 +292,9 @@ def test_a_trial_with_much_more_accepted_than_expected_is_followed_by_the_next_o
     for step in range(1000):
         begun, depth = policy.trials, policy.choose(reqs)
         trials += [step] * (policy.trials - begun)
-        plan = StepPlan([SpanPlan(req_idx, 10, 1, 0, True, True, req.max_draft_tokens) for req_idx, req in enumerate(reqs)], depth)
+        plan = StepPlan([SpanPlan(req_idx, 10, 1, 0, True, True, req.draft.max_draft_tokens) for req_idx, req in enumerate(reqs)], depth)
         policy.stepped(ScheduledStep(plan, reqs), depth, cost.seconds(len(reqs), 10, 10, depth))
-        verified = [(req, count) for req, count in zip(reqs, accepted, strict=True) if depth and req.max_draft_tokens]
+        verified = [(req, count) for req, count in zip(reqs, accepted, strict=True) if depth and req.draft.max_draft_tokens]
         policy.learn([RequestOutput(req, [], proposal=Proposal([0] * depth, path=[1] * count)) for req, count in verified])
     assert len(trials) > 3 and (min(after - first for first, after in pairwise(trials)) < EVERY) == at_once
 
@@ -333,7 +333,7 @@ def test_each_depth_is_measured_with_all_requests() -> None:
 
 
 def sequence(number: int, depth: int | None = None) -> RequestState:
-    return RequestState(str(number), [1] * 50, 10, SamplingParams(), 1000, seed=0, max_depth=depth)
+    return RequestState(Request(str(number), [1] * 10, SamplingParams(speculation=Speculation(num_steps=depth)), seed=0), [1] * 50, 1000)
 
 
 def test_the_likeliest_drafts_come_first() -> None:
@@ -344,7 +344,7 @@ def test_the_likeliest_drafts_come_first() -> None:
         for i, req in enumerate(reqs):
             policy.verified(req, 3, [1, 2, 3] if i < 2 else [])
     policy.choose(reqs)
-    assert [req.max_draft_tokens for req in reqs] == [3, 3, 0, 0]
+    assert [req.draft.max_draft_tokens for req in reqs] == [3, 3, 0, 0]
 
 
 def test_a_depth_without_drafts_is_never_chosen() -> None:
@@ -358,19 +358,19 @@ def test_a_depth_without_drafts_is_never_chosen() -> None:
             policy.verified(req, 3, [])
     for _ in range(4 * EVERY):
         depth = policy.choose(reqs)
-        assert depth == 0 or any(req.max_draft_tokens for req in reqs)
+        assert depth == 0 or any(req.draft.max_draft_tokens for req in reqs)
 
 
 def test_a_request_may_want_less() -> None:
     policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 2, StepCost(overhead=0.01))
     reqs = [sequence(0), sequence(1, depth=1)]
-    assert policy.choose(reqs) == 3 and [req.max_draft_tokens for req in reqs] == [3, 1]
+    assert policy.choose(reqs) == 3 and [req.draft.max_draft_tokens for req in reqs] == [3, 1]
     policy.deepest = 2
     for _ in range(EVERY):
         depth = policy.choose(reqs)
-    assert depth == 2 and [req.max_draft_tokens for req in reqs] == [2, 1]
+    assert depth == 2 and [req.draft.max_draft_tokens for req in reqs] == [2, 1]
     policy.adaptive = False
-    assert policy.choose(reqs) == 2 and [req.max_draft_tokens for req in reqs] == [None, None]
+    assert policy.choose(reqs) == 2 and [req.draft.max_draft_tokens for req in reqs] == [None, None]
 
 
 def test_what_is_set_counts_from_the_next_step() -> None:
@@ -378,7 +378,7 @@ def test_what_is_set_counts_from_the_next_step() -> None:
     reqs = [sequence(0), sequence(1)]
     assert policy.choose(reqs) == 3 and policy.state.tokens_per_second == policy.value > 0
     policy.set(SpecChange(num_steps=1))
-    assert policy.state.depth == 1 and policy.choose(reqs) == 1 and [req.max_draft_tokens for req in reqs] == [1, 1]
+    assert policy.state.depth == 1 and policy.choose(reqs) == 1 and [req.draft.max_draft_tokens for req in reqs] == [1, 1]
     policy.set(SpecChange(num_steps=2, adaptive=False))
     assert policy.choose(reqs) == 2 and policy.state.depth == 2 and policy.state.tokens_per_second is None
     policy.set(SpecChange(num_steps=0))
@@ -397,4 +397,4 @@ def test_a_tree_gets_as_many_nodes_as_pay() -> None:
     req = sequence(0)
     for i in range(300):
         policy.verified(req, 8, [1, 3, 6] if i % 3 else [2])
-    assert policy.choose([req]) == 3 and req.max_draft_tokens == 6  # no node after the sixth was ever accepted
+    assert policy.choose([req]) == 3 and req.draft.max_draft_tokens == 6  # no node after the sixth was ever accepted

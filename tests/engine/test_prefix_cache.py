@@ -97,7 +97,7 @@ def test_equal_texts_end_up_in_equal_pages() -> None:
     bench.add("b", SHARED[:8], 24)
     while any(len(bench.texts[name]) < 20 for name in "ab"):
         bench.step()
-    pages = [req.blocks[0].pages for req in bench.engine._scheduler.running]
+    pages = [req.cache.blocks[0].pages for req in bench.engine._scheduler.running]
     assert len(set(pages[0]) & set(pages[1])) >= 6
     bench.drain()
     assert bench.texts["a"] == bench.texts["b"] == greedy_text(SHARED[:8], 24, VOCAB)

@@ -8,9 +8,9 @@ import pytest
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.plan import NOT_FINITE, NewRequest, SpanPlan, SpanResult, StepResult
-from mtpserve.core.request import Finish, TokenLogprob
-from mtpserve.core.request_state import RequestState
+from mtpserve.core.request import Finish, Request, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.queue import UNLIMITED, SchedulingPolicy, WaitingQueue
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.spans import deferred
@@ -28,9 +28,8 @@ def make(
 
 
 def request(name: str, prompt: int, output: int = 20, **sampling: object) -> RequestState:
-    return RequestState(
-        name, [1] * prompt, prompt, SamplingParams(**sampling), prompt + output, seed=0, num_write_ahead=3, num_lookahead_tokens=8
-    )  # type: ignore[arg-type]
+    request = Request(name, [1] * prompt, SamplingParams(**sampling), seed=0)  # type: ignore[arg-type]
+    return RequestState(request, [1] * prompt, prompt + output, num_write_ahead=3, num_lookahead_tokens=8)
 
 
 def run(scheduler: Scheduler, planned: ScheduledStep, *, accept: int = 0, drafts: int = 3, token: int = 1) -> list[RequestOutput]:
@@ -129,7 +128,7 @@ def test_seats_limit_and_are_given_back() -> None:
     run(scheduler, scheduler.plan(3))
     assert [(req.id, req.req_idx) for req in scheduler.running] == [("a", 0), ("b", 1)]
     aborted = scheduler.abort("a")
-    assert aborted is not None and aborted.finish is Finish.ABORT and aborted.req_idx is None and not aborted.blocks
+    assert aborted is not None and aborted.finish is Finish.ABORT and aborted.req_idx is None and not aborted.cache.blocks
     scheduler.plan(3)
     assert [(req.id, req.req_idx) for req in scheduler.running] == [("b", 1), ("c", 0)]
     assert scheduler.abort("nobody") is None
@@ -155,7 +154,7 @@ def test_pages_cover_the_span_and_the_lookahead() -> None:
     for _ in range(4):
         planned = scheduler.plan(3)
         for req, span in zip(planned.reqs, planned.plan.spans, strict=True):
-            assert req.blocks[0].end >= span.start + span.num_rows + req.num_lookahead_tokens
+            assert req.cache.blocks[0].end >= span.start + span.num_rows + req.num_lookahead_tokens
         run(scheduler, planned, accept=3)
 
 
@@ -166,7 +165,7 @@ def preempting(**priorities: int) -> Scheduler:
         scheduler.add(request(name, 12, output=40, priority=priorities.get(name, 0)))
     run(scheduler, scheduler.plan(3))
     run(scheduler, scheduler.plan(3))
-    assert [len(req.blocks[0].pages) for req in scheduler.running] == [3, 3, 3]
+    assert [len(req.cache.blocks[0].pages) for req in scheduler.running] == [3, 3, 3]
     return scheduler
 
 
@@ -177,7 +176,7 @@ def test_the_youngest_gives_way_and_is_first_in_line() -> None:
     planned = scheduler.plan(3)
     assert rows(planned) == [("a", 13, 1, 3), ("b", 13, 1, 3)]
     assert [req.id for req in scheduler.waiting] == ["c", "d"] and scheduler.preemptions == 1
-    assert (youngest.num_computed_tokens, youngest.num_draft_tokens, youngest.blocks, youngest.req_idx) == (0, 0, [], None)
+    assert (youngest.num_computed_tokens, youngest.num_draft_tokens, youngest.cache.blocks, youngest.req_idx) == (0, 0, [], None)
     scheduler.check_integrity()
 
 
@@ -199,7 +198,7 @@ def test_recomputation_stops_before_the_last_token_and_goes_on_with_drafts() -> 
     recomputed = planned.plan.spans[1]
     assert recomputed.drafts_next and not recomputed.samples
     (new_request,) = planned.plan.new_requests
-    assert len(new_request.tokens) == 14 and new_request.num_prompt_tokens == 12
+    assert new_request.num_tokens == 14 and len(new_request.request.prompt) == 12
     assert [outcome.req.id for outcome in run(scheduler, planned)] == ["b"]
     assert rows(scheduler.plan(3))[1] == ("c", 13, 1, 3)
 
@@ -293,20 +292,20 @@ def test_the_longest_prefix_is_served_first() -> None:
     line, matched = WaitingQueue(longest_prefix=True), {"a": 4, "b": 8, "c": 8}
     for arrival, name in enumerate(matched):
         req = request(name, 12)
-        req.queue_key = (0, arrival)
+        req.queue.key = (0, arrival)
         line.add(req)
     assert ids(list(line.order(lambda req: matched[req.id]))) == ["b", "c", "a"]
 
 
 def test_tokens_behind_a_stop_fill_no_page_that_others_find() -> None:
     scheduler, req = make(), request("a", 4)
-    req.hash_root = b"root"
+    req.cache.hash_root = b"root"
     scheduler.add(req)
     run(scheduler, scheduler.plan(3))
     planned = scheduler.plan(3)
     assert rows(planned) == [("a", 4, 1, 3)]
     (outcome,) = scheduler.commit(planned, StepResult([SpanResult([1, EOS, 1, 1], 3, 0)]))
-    assert outcome.tokens == [1, EOS] and req.num_hashed_blocks == len(req.block_hashes) == 1
+    assert outcome.tokens == [1, EOS] and req.cache.num_hashed_blocks == len(req.cache.block_hashes) == 1
     scheduler.check_integrity()
 
 
@@ -345,5 +344,5 @@ def test_beside_prompts_only_those_rows_wait_whose_earlier_ones_do() -> None:
     req, span, waits = request("a", 4), SpanPlan(0, 4, 1, 0, True, True, None), []
     for beside in (True, False, True, True, True, True):
         ((_, told),) = deferred([(req, span)], draft_depth=0, max_deferred_tokens=3, beside_prompts=beside)
-        waits.append((told.defers_kv, told.num_deferred_tokens, req.num_deferred_tokens))
+        waits.append((told.defers_kv, told.num_deferred_tokens, req.draft.num_deferred_tokens))
     assert waits == [(False, 0, 0), (True, 0, 1), (True, 0, 2), (True, 0, 3), (False, 3, 0), (False, 0, 0)]

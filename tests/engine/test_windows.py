@@ -38,8 +38,8 @@ def test_a_long_text_holds_a_bounded_number_of_pages(overlap: int) -> None:
     while runs.engine.has_work:
         runs.step()
         for req in runs.engine._scheduler.running:
-            most = max(most, len(req.blocks[1].pages))
-            assert req.blocks[0].first == 0 and req.blocks[1].end * 4 >= req.num_scheduled_tokens
+            most = max(most, len(req.cache.blocks[1].pages))
+            assert req.cache.blocks[0].first == 0 and req.cache.blocks[1].end * 4 >= req.num_scheduled_tokens
     # What is in flight is not booked, and its pages have no keys yet.
     assert most <= -(-(WINDOW + (1 + overlap) * BUDGET + lookahead) // 4) + 1 < len(LONG) // 4
     assert runs.texts["long"] == greedy_text(LONG, 200, VOCAB)

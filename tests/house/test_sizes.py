@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import fields
 from statistics import median
 
+from mtpserve.core.state.request_state import RequestState
 from tests.house.tree import KERNELS, PACKAGE, ROOT, Function, functions, name, sources, text
 
 FILE_BYTES, LINE_COLUMNS = 18_000, 110  # of the package; a limit in lines would pack lines
 TEST_FILE, KERNEL_FILE, MEDIAN_FILE = 400, 450, 150  # lines
 FUNCTION, KERNEL_FUNCTION = 60, 160
 KERNEL_PARAMETERS = 25
+STATE_FIELDS = 20
 
 
 def lines(function: Function) -> int:
@@ -66,3 +69,8 @@ def test_no_kernel_has_too_many_parameters() -> None:
         if is_kernel(function)
     }
     assert count and not {place: number for place, number in count.items() if number > KERNEL_PARAMETERS}
+
+
+def test_the_state_of_a_request_has_few_fields() -> None:
+    """What a room alone needs of a request is in a state of that room."""
+    assert len(fields(RequestState)) <= STATE_FIELDS

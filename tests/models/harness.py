@@ -15,6 +15,7 @@ from mtpserve.core.arch.model import Features, attention_kinds, page_groups, rec
 from mtpserve.core.batch import DraftTargets
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import NewPages, NewRequest
+from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.startup.assemble import recur_of, trunk_attention
 from mtpserve.engine.startup.planning import describe, load_model
@@ -65,7 +66,7 @@ class Harness:
         self.prompts, self.computed = prompts, [0] * len(prompts)
         params = SamplingParams(temperature=0)
         self.records = [
-            RunnerRequest(NewRequest(i, str(i), list(prompt), len(prompt), 0, longest, i, params)) for i, prompt in enumerate(prompts)
+            RunnerRequest(NewRequest(i, Request(str(i), list(prompt), params, seed=i), [], 0, longest)) for i, prompt in enumerate(prompts)
         ]
         pages = [NewPages(i, 0, order[i * each : (i + 1) * each], g) for i in range(len(prompts)) for g, order in enumerate(orders)]
         seat(self.records, pages, self.seats, self.sampling)

@@ -143,7 +143,7 @@ def test_nor_does_what_options_add(spec: SpecConfig, greedy: bool, options: dict
 @pytest.mark.parametrize("end", ["abort", "finish"])
 def test_a_prediction_goes_with_its_request(end: str) -> None:
     engine = tiny_engine(tiny_model(kernels="torch"), CHAIN)
-    req_tensors = runner_of(engine).seats
+    req_tensors = runner_of(engine).req_tensors
     engine.add(Request("0", [1, 2], SamplingParams(max_tokens=6), prediction=[3, 4, 5]))
     engine.add(Request("1", [1, 2, 3], SamplingParams(max_tokens=40)))
     engine.step()
@@ -221,7 +221,7 @@ def test_all_tiers_are_captured_at_start_and_said_to_be(
 def test_what_pads_a_captured_step_touches_nobody() -> None:
     engine = tiny_engine(tiny_model(kernels="torch"), CHAIN, recorder=Again())
     runner, graphs = runner_of(engine), graphs_of(engine)
-    pool, req_tensors = runner.step.stores.stores[0].pool, runner.seats
+    pool, req_tensors = runner.step.stores.stores[0].pool, runner.req_tensors
     before = pool.k[:, : -req_tensors.page_size].clone()
     graphs.capture(graphs.key(4, 3, True, GREEDY, False))
     for resumed in ([], [0]):
@@ -390,7 +390,7 @@ def test_exact_steps_are_never_captured(exact: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(build, "CudaGraphCapturer", Again)
     config = EngineConfig(spec=replace(CHAIN, speculative_adaptive=False, speculative_exact=exact))
     assert build.make_graphs(config, runner.step, runner.sampling, 2) is None, "captured on a CPU"
-    monkeypatch.setattr(runner.step.seats, "device", FakeDevice())
+    monkeypatch.setattr(runner.step.req_tensors, "device", FakeDevice())
     monkeypatch.setattr(StepGraphs, "capture", lambda graphs, key: graphs.recorded.update({key: None}))
     graphs = build.make_graphs(config, runner.step, runner.sampling, 2)
     assert exact if graphs is None else len([key for key in graphs.recorded if not key.rows]) == 2 * len(usual(False))

@@ -73,7 +73,7 @@ def test_a_small_pool_preempts_and_the_text_stays(overlap: int) -> None:
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 def test_the_device_ends_requests_where_the_host_does(overlap: int) -> None:
     engine = tiny_engine(tiny_model(), CHAIN, eos=(11,), overlap=overlap)
-    req_tensors = runner_of(engine).seats
+    req_tensors = runner_of(engine).req_tensors
     for i, params in enumerate(asked(sampled=True)):
         engine.add(Request(str(i), prompts(6, seed=2)[i], params))
     ended: dict[int, list[int]] = {}

@@ -158,9 +158,9 @@ def test_who_is_preempted_is_told_of_again(overlap: int, pages: int) -> None:
     tight = said(events(engine, requests))
     assert texts(tight) == texts(plain)
     new_requests = [each for plan in wired.plans for each in msgspec.msgpack.decode(plan, type=StepPlan).new_requests]
-    again = [each for each in new_requests if len(each.tokens) > each.num_prompt_tokens]
+    again = [each for each in new_requests if each.output_ids]
     assert len(again) == engine.stats.preemptions_total > 0
-    assert any(each.sampling.grammar is not None for each in again) and grammars.compiled > 2
+    assert any(each.request.sampling.grammar is not None for each in again) and grammars.compiled > 2
 
 
 def decoding(requests: int) -> StepPlan:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mtpserve.core.batch import Hidden
 from mtpserve.core.plan import NewRequest, SpanPlan
 from mtpserve.core.protocols.models import Trunk
+from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.publish import SCORED, prompt_logprobs
 from mtpserve.runtime.runner_request import RunnerRequest
@@ -33,7 +34,7 @@ class Head:
 
 def span(start: int, length: int, prompt: int, **options: Any) -> tuple[SpanPlan, RunnerRequest]:
     tokens = torch.randint(VOCAB, (prompt,), generator=torch.Generator().manual_seed(prompt)).tolist()
-    new_request = NewRequest(0, "", tokens, prompt, 0, prompt + 4, 0, SamplingParams(max_tokens=4, **options))
+    new_request = NewRequest(0, Request("", tokens, SamplingParams(max_tokens=4, **options), seed=0), [], 0, prompt + 4)
     return SpanPlan(0, start, length, 0, start + length == prompt, False), RunnerRequest(new_request)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, inf
 
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import NewRequest
+from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.device_requests import DeviceRequests
@@ -21,7 +22,8 @@ VOCAB, EOS, SEATS, CPU = 6, 5, 2, torch.device("cpu")
 
 def record(number: int, tokens: list[int], prompt: int, words: list[list[int]] | None = None, **params: Any) -> RunnerRequest:
     sampling = SamplingParams(**params, bad_words=("x",) * bool(words))
-    return RunnerRequest(NewRequest(number, f"r{number}", tokens, prompt, 0, 99, 0, sampling, words or []))
+    request = Request(f"r{number}", tokens[:prompt], sampling, words or [], seed=0)
+    return RunnerRequest(NewRequest(number, request, tokens[prompt:], 0, 99))
 
 
 class Rows:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import NewRequest
+from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.device_requests import DeviceRequests
@@ -33,7 +34,7 @@ class Seated:
         req_tensors = DeviceRequests(len(params), 10, DraftSizes(), 2, 16, CPU)
         self.sampling = SamplingState(len(params), LogitRules(req_tensors, len(params), 2, (), (), CPU), CPU)
         each = enumerate(zip(params, range(len(params)) if seeds is None else seeds, strict=True))
-        self.records = [RunnerRequest(NewRequest(i, str(i), [0], 1, 0, 10, seed, asked)) for i, (asked, seed) in each]
+        self.records = [RunnerRequest(NewRequest(i, Request(str(i), [0], asked, seed=seed), [], 0, 10)) for i, (asked, seed) in each]
         seat(self.records, [], req_tensors, self.sampling)
 
     def for_batch(self, seats: Iterable[int]) -> BatchSampler:

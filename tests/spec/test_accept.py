@@ -13,6 +13,7 @@ from torch import Tensor
 from mtpserve.core.batch import Batch, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import NewRequest
+from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.runner_request import RunnerRequest
@@ -34,7 +35,7 @@ def batch_of(drafts: Tensor, vocab: int, temperature: float, q: Tensor | None = 
         req_tensors.draft_probs[:rounds] = q
     sampling = SamplingState(rounds, LogitRules(req_tensors, rounds, vocab, (), (), CPU), CPU)
     sampling.temperature.fill_(temperature)
-    request = RunnerRequest(NewRequest(0, "", [0], 1, 0, 99, 0, SamplingParams(temperature=temperature)))
+    request = RunnerRequest(NewRequest(0, Request("", [0], SamplingParams(temperature=temperature), seed=0), [], 0, 99))
     sampling.seed[:rounds] = torch.arange(rounds) * 7919 - 10_000
     rows = torch.arange(rounds * (k + 1)).view(rounds, k + 1)
     each = torch.arange(rounds)

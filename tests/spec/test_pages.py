@@ -27,7 +27,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 def pages_of(engine: Engine, name: str, count: int) -> list[Tensor]:
     """What the first `count` pages of a live request hold: keys and values of all layers, and the boundary rows."""
     step: Any = engine._runner.step  # type: ignore[attr-defined]
-    pages = torch.tensor(engine._scheduler.live[name].blocks[0].pages[:count])
+    pages = torch.tensor(engine._scheduler.live[name].cache.blocks[0].pages[:count])
     slots = (pages.unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
     kept = [part[:, slots] for store in step.stores.stores for part in store.pool.parts]
     return [*kept, step.drafter.base.passes.boundary.rows[pages]]
@@ -79,7 +79,7 @@ def test_requests_with_one_prompt_share_its_whole_pages(family: str, length: int
         engine.add(request)
     while len(engine._scheduler.running) < 3:
         engine.step()
-    first, *others = (engine._scheduler.live[str(i)].blocks[0].pages for i in range(3))
+    first, *others = (engine._scheduler.live[str(i)].cache.blocks[0].pages for i in range(3))
     assert all(other[: length // PAGE] == first[: length // PAGE] for other in others), "all whole pages of the prompt"
     assert all(set(other[length // PAGE :]).isdisjoint(first) for other in others)
     # Neither the texts nor what was drafted depends on who computed the prompt.

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.request import Finish, Proposal, Request
-from mtpserve.core.request_state import RequestState
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.depth import watchdog
 from mtpserve.engine.depth.watchdog import BACK_OFF_S, DOUBT_S, ENOUGH, EVIDENCE, LONGEST_S, SEAT_S, WINDOW, Watchdog
 from mtpserve.engine.engine import Engine
@@ -45,7 +45,7 @@ class ScriptedEngine:
         self.healthy, self.easy = 1.0, True
         self.now, self.seats, self.resets = 0.0, seats, 0
         self.watch = Watchdog(DEEP, vocab=60, clock=lambda: self.now)
-        self.running = [RequestState(f"client {i}", [1], 1, SamplingParams(), 10**9, 0) for i in range(clients)]
+        self.running = [RequestState(Request(f"client {i}", [1], SamplingParams()), [1], 10**9) for i in range(clients)]
         self.waiting: list[RequestState] = []
         self.policy, self.forgotten = self, 0
         self.wanted: list[int] = []  # of all steps
@@ -58,7 +58,7 @@ class ScriptedEngine:
     def add(self, request: Request, compiled: bool = False) -> None:
         assert self.watch.is_self_check(request.id) and request.sampling.greedy
         assert request.sampling.max_tokens is not None
-        self.waiting.append(RequestState(request.id, list(request.prompt), 1, request.sampling, 1 + request.sampling.max_tokens, 0))
+        self.waiting.append(RequestState(request, list(request.prompt), 1 + request.sampling.max_tokens))
 
     def abort(self, request_id: str) -> None:
         self.running = [req for req in self.running if req.id != request_id]
@@ -79,7 +79,7 @@ class ScriptedEngine:
         self.wanted.append(draft_depth)
         outcomes = []
         for req in self.running:
-            drafts = draft_depth if req.max_draft_tokens is None else min(draft_depth, req.max_draft_tokens)
+            drafts = draft_depth if req.draft.max_draft_tokens is None else min(draft_depth, req.draft.max_draft_tokens)
             hit = 0.618 * len(req.tokens) % 1 < self.healthy and (self.easy or self.watch.is_self_check(req.id))
             path = list(range(1, drafts + 1)) if hit else []
             req.tokens += [1] * (1 + len(path))
@@ -130,7 +130,7 @@ def test_a_broken_head_is_named_and_comes_back(clients: int, caplog: pytest.LogC
     assert engine.watch.health.state == "ok" and engine.watch.health.faults_total == 1
     assert (engine.resets, engine.forgotten) == (1, 1)
     engine.run(1)
-    assert set(engine.wanted[-50:]) == {DEEP} and all(req.max_draft_tokens is None for req in engine.running)
+    assert set(engine.wanted[-50:]) == {DEEP} and all(req.draft.max_draft_tokens is None for req in engine.running)
     assert "recovered" in caplog.records[-1].message
     assert sum("AT FAULT" in record.message for record in caplog.records) == 1
 

@@ -87,7 +87,7 @@ def test_a_long_text_holds_a_bounded_number_of_pages(model: DecoderModel) -> Non
         for event in engine.step():
             assert event.error is None
             tokens += event.tokens
-        most = max([most, *(len(req.blocks[1].pages) for req in engine._scheduler.running)])
+        most = max([most, *(len(req.cache.blocks[1].pages) for req in engine._scheduler.running)])
     assert most <= -(-(WINDOW + BUDGET + ahead) // PAGE) + 1 <= 22 < 150 // PAGE
     assert tokens == run(tiny_engine(model, 0), [prompt[:80]], SamplingParams(max_tokens=70, temperature=0))[0]
 
@@ -110,7 +110,7 @@ def test_requests_with_one_prompt(model: DecoderModel, shape: int | SpecConfig, 
         for event in engine.step():
             assert event.error is None
             tokens[int(event.id)] += event.tokens
-            shared += sum(req.num_shared_tokens > 0 for req in engine._scheduler.running)
+            shared += sum(req.cache.num_shared_tokens > 0 for req in engine._scheduler.running)
         engine.check_integrity()
     assert tokens == wanted and engine.stats.pages_used == 0
     assert shared > 0

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.request import DepthState, EngineStats, SpecChange, SpecReport, StepCosts
-from mtpserve.core.request_state import RequestState
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.depth.ranking import Ranking
 from mtpserve.engine.depth.step_shapes import StepShapes
 from mtpserve.engine.depth.step_times import StepTimes, StepWork
@@ -90,7 +90,7 @@ class DepthChoice(NamedTuple):
 def kinds_of(reqs: Iterable[RequestState]) -> dict[Kind, list[int]]:
     kinds = dict[Kind, list[int]]()
     for i, req in enumerate(reqs):
-        kinds.setdefault((round(req.acceptance_factor * STEPS), req.max_depth), []).append(i)
+        kinds.setdefault((round(req.draft.acceptance_factor * STEPS), req.request.max_depth), []).append(i)
     return kinds
 
 
@@ -130,7 +130,7 @@ class DepthPolicy:
         """The depth of the next step's drafts; each request is told how many it may have."""
         if self.forced is not None or not self.adaptive:
             for req in reqs:
-                req.max_draft_tokens = None
+                req.draft.max_draft_tokens = None
             if self.forced is not None:
                 return self.forced
             self.depth = self.deepest
@@ -147,8 +147,8 @@ class DepthPolicy:
                 self._take(reqs, self._best(self.shapes.work(reqs, 0, 0), kinds_of(reqs), self.depth))
             return self.depth
         for req in reqs:
-            if not req.max_draft_tokens:
-                req.acceptance_factor = self.survival.unseen(req.acceptance_factor)
+            if not req.draft.max_draft_tokens:
+                req.draft.acceptance_factor = self.survival.unseen(req.draft.acceptance_factor)
         work, kinds = self.shapes.work(reqs, 0, 0), kinds_of(reqs)
         choices = {
             depth: self._best(work, kinds, depth) for depth in {*self.depths, min(self.depth, self.deepest)}
@@ -178,7 +178,7 @@ class DepthPolicy:
             len(reqs),
         )
         for req, max_draft_tokens in zip(reqs, choice.most, strict=True):
-            req.max_draft_tokens = max_draft_tokens
+            req.draft.max_draft_tokens = max_draft_tokens
 
     @property
     def depths(self) -> Seq[int]:
@@ -243,14 +243,17 @@ class DepthPolicy:
             return False
         # Steps of fewer rows would not tell what this depth's own ones take.
         tried = (
-            reqs if depth < self.depth or steps > 1 else sorted(reqs, key=lambda req: req.last_probe)[:TRIED]
+            reqs
+            if depth < self.depth or steps > 1
+            else sorted(reqs, key=lambda req: req.draft.last_probe)[:TRIED]
         )
         gained = sum(
-            self._expected(req, self.shapes.drafts(depth)) - self._expected(req, req.max_draft_tokens or 0)
+            self._expected(req, self.shapes.drafts(depth))
+            - self._expected(req, req.draft.max_draft_tokens or 0)
             for req in tried
         )
         self._drafts, self._gain = (
-            sum(req.max_draft_tokens or 0 for req in reqs),
+            sum(req.draft.max_draft_tokens or 0 for req in reqs),
             gained / max(self.value, 1e-9),
         )
         cost = self._cost(reqs, depth, tried, value)
@@ -267,7 +270,7 @@ class DepthPolicy:
         if depth > self.depth:
             self._trying = {req.id: self._expected(req, self.shapes.drafts(depth)) for req in tried}
         for req in tried:
-            req.max_draft_tokens, req.last_probe = self.shapes.drafts(depth), self.trials
+            req.draft.max_draft_tokens, req.draft.last_probe = self.shapes.drafts(depth), self.trials
         self._age = self._every  # the numbers of drafts are chosen anew
         # It ends as soon as its time was measured. Where that is not known yet, more steps than expected fit
         # into the time to settle.
@@ -306,18 +309,20 @@ class DepthPolicy:
         usual = self.times.with_prompts(self.shapes.work(reqs, self._drafts, self.depth), self._tokens)
         if depth < self.depth:
             return usual * (1 - expected / max(self.value, 1e-9))
-        drafts = self._drafts + sum(self.shapes.drafts(depth) - (req.max_draft_tokens or 0) for req in tried)
+        drafts = self._drafts + sum(
+            self.shapes.drafts(depth) - (req.draft.max_draft_tokens or 0) for req in tried
+        )
         tokens = self._tokens + self._gain * self.value
         return self.times.with_prompts(self.shapes.work(reqs, drafts, depth), tokens) - usual - self._gain
 
     def _expected(self, req: RequestState, drafts: int) -> float:
         """How many of a request's drafts are accepted."""
-        return sum(self.survival.chances(req.acceptance_factor, drafts))
+        return sum(self.survival.chances(req.draft.acceptance_factor, drafts))
 
     def _usual(self, reqs: Seq[RequestState]) -> float:
         """Seconds of a step as it was chosen."""
         return self.times.seconds(
-            self.shapes.work(reqs, sum(req.max_draft_tokens or 0 for req in reqs), self.depth)
+            self.shapes.work(reqs, sum(req.draft.max_draft_tokens or 0 for req in reqs), self.depth)
         )
 
     # ---------------------------------------------------------------------------------------- what is learned
@@ -384,7 +389,7 @@ class DepthPolicy:
         drafts = min(drafts, self.sizes.num_proposed)
         accepted = [node for node in path if node <= drafts]
         self.survival.observe(drafts, accepted)
-        req.acceptance_factor = self.survival.follow(req.acceptance_factor, drafts, len(accepted))
+        req.draft.acceptance_factor = self.survival.follow(req.draft.acceptance_factor, drafts, len(accepted))
         expected = self._trying.pop(req.id, None)
         if expected is not None and self.value > 0:
             saved = self._saved + (len(accepted) - expected) / self.value

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import StepPlan
-from mtpserve.core.request_state import RequestState
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.depth.step_times import StepWork
 
 

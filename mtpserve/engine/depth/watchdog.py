@@ -32,8 +32,8 @@ from time import perf_counter
 from mtpserve.config.drafters import MTP
 from mtpserve.core.errors import EngineBusy
 from mtpserve.core.request import DraftHealth, DraftState, Proposal, Request
-from mtpserve.core.request_state import RequestState
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.depth.control import EngineControl
 from mtpserve.engine.depth.survival import part_of
 from mtpserve.engine.steps import RequestOutput
@@ -214,16 +214,18 @@ class Watchdog:
             if self._limits:
                 self._limits = False
                 for req in running:
-                    req.max_draft_tokens = None
+                    req.draft.max_draft_tokens = None
             return draft_depth
         self._limits, draft_depth = True, 0 if self.suspended else draft_depth
         deep = False
         for req in running:
             if self.is_self_check(req.id):
-                deep, req.max_draft_tokens = True, None
+                deep, req.draft.max_draft_tokens = True, None
             elif draft_depth < self.full:
-                req.max_draft_tokens = (
-                    draft_depth if req.max_draft_tokens is None else min(req.max_draft_tokens, draft_depth)
+                req.draft.max_draft_tokens = (
+                    draft_depth
+                    if req.draft.max_draft_tokens is None
+                    else min(req.draft.max_draft_tokens, draft_depth)
                 )
         return self.full if deep else draft_depth
 

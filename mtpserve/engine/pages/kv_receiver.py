@@ -14,7 +14,7 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key
 from mtpserve.cache.leases import Place
 from mtpserve.core.plan import Transferred
-from mtpserve.core.request_state import RequestState
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.pages.host import HostMemory
 
 NO_ROOM = "no_room"  # why pages were not asked for
@@ -36,19 +36,21 @@ class KVReceiver:
     def waits(self, req: RequestState, keys: Seq[Key]) -> bool:
         """Whether a request that may start after the columns with these `keys` has some of them still to
         come."""
-        if req.kv_source is None:
+        if req.request.source is None:
             return False
-        if req.kv_transfers is None and not self._ask(req, keys):
+        if req.cache.kv_transfers is None and not self._ask(req, keys):
             return True
         return self.open(req)
 
     def open(self, req: RequestState) -> bool:
         """Some of what the request has asked for is still to come."""
-        return req.kv_transfers is not None and not self._batches.keys().isdisjoint(req.kv_transfers)
+        return req.cache.kv_transfers is not None and not self._batches.keys().isdisjoint(
+            req.cache.kv_transfers
+        )
 
     def _ask(self, req: RequestState, keys: Seq[Key]) -> bool:
         """False: there will be room for its pages once others have come."""
-        assert req.kv_source is not None
+        assert req.request.source is not None
         needed = self._pages.needed(len(keys)) if keys else []
         places = [(group, keys[column]) for group, columns in enumerate(needed) for column in columns]
         lacking = [place for place in places if place in self._coming or not self._found(place)]
@@ -56,15 +58,15 @@ class KVReceiver:
         blocks = self._blocks(missing)
         if blocks is None and self._batches:
             return False
-        req.kv_transfers = frozenset(self._coming[place] for place in lacking if place in self._coming)
+        req.cache.kv_transfers = frozenset(self._coming[place] for place in lacking if place in self._coming)
         if blocks is None:
             self.failed[NO_ROOM] += len(missing)
         elif missing:
             self._count += 1
-            req.kv_transfers |= {self._count}
+            req.cache.kv_transfers |= {self._count}
             self._coming |= dict.fromkeys(missing, self._count)
             self._batches[self._count] = {
-                self._host.move("pull", group, block, key=key, source=req.kv_source)
+                self._host.move("pull", group, block, key=key, source=req.request.source)
                 for (group, key), block in zip(missing, blocks, strict=True)
             }  # fmt: skip
         return True

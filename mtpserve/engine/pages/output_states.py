@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.plan import SpanPlan, StateCheckpoint
-from mtpserve.core.request_state import Held, RequestState
+from mtpserve.core.state.cache_state import Held
+from mtpserve.core.state.request_state import RequestState
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class OutputStates:
         """Of a span that decodes: what its step keeps if it comes to it."""
         size = self._pages.page_size
         # Between these the step's state may be: steps in flight commit more or fewer tokens.
-        start = req.num_scheduled_tokens if req.in_flight else req.num_state_tokens
+        start = req.num_scheduled_tokens if req.in_flight else req.cache.num_state_tokens
         end = req.num_scheduled_tokens + span.num_tokens + req.num_pending_outputs * req.num_write_ahead
         column = start // size
         tokens = (column + 1) * size
@@ -76,7 +77,7 @@ class OutputStates:
         )
 
     def book(self, req: RequestState, since: int, checkpoint: StateCheckpoint | None) -> None:
-        """A step has taken a request's state from `since` tokens to `req.num_state_tokens`; it had to keep
+        """A step has taken a request's state from `since` tokens to `req.cache.num_state_tokens`; it had to keep
         this one."""
         last_states = self._own.get(req.id)
         if last_states is None or last_states.next is None:
@@ -85,13 +86,13 @@ class OutputStates:
         if (
             checkpoint is not None
             and checkpoint.state == last_states.next.page
-            and since < checkpoint.num_tokens == tokens <= req.num_state_tokens
+            and since < checkpoint.num_tokens == tokens <= req.cache.num_state_tokens
         ):
             last_states.next.written = True
-        if last_states.next.written and last_states.next.column < req.num_hashed_blocks:
+        if last_states.next.written and last_states.next.column < req.cache.num_hashed_blocks:
             self._free(last_states.last)
             last_states.last, last_states.next = last_states.next, None
-        elif tokens <= req.num_state_tokens and not last_states.next.written:
+        elif tokens <= req.cache.num_state_tokens and not last_states.next.written:
             self._free(last_states.next)
             last_states.next = None
 
@@ -100,11 +101,11 @@ class OutputStates:
         none. Not `trusted`: its numbers may be wrong."""
         last_states = self._own.pop(req.id, LastStates())
         self._free(last_states.next)
-        if last_states.last is None or not trusted or last_states.last.column >= req.num_hashed_blocks:
+        if last_states.last is None or not trusted or last_states.last.column >= req.cache.num_hashed_blocks:
             self._free(last_states.last)
             return []
         return self._pages.give_state(
-            last_states.last.page, last_states.last.column, req.block_hashes[last_states.last.column]
+            last_states.last.page, last_states.last.column, req.cache.block_hashes[last_states.last.column]
         )
 
     def _free(self, state: OutputState | None) -> None:

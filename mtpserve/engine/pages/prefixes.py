@@ -15,7 +15,7 @@ from mtpserve.cache.keys import Key, extend
 from mtpserve.core.plan import SpanPlan, StateCheckpoint
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.request import Finish
-from mtpserve.core.request_state import RequestState
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.pages.kv_sender import KVSender
 from mtpserve.engine.pages.output_states import OutputStates
 from mtpserve.engine.pages.tiers import Tiers
@@ -48,7 +48,7 @@ class Prefixes:
         keys = self._usable(req)
         if self._waits_for_transfer(req, keys):
             return None
-        columns = req.num_matched_blocks = self._pages.matched(keys)
+        columns = req.cache.num_matched_blocks = self._pages.matched(keys)
         if columns == len(keys):
             return columns
         if keys[columns] in self._pending_keys:
@@ -66,34 +66,34 @@ class Prefixes:
         ):
             return []
         return (
-            req.block_hashes[: (req.prefill_end - 1) // self._pages.page_size]
+            req.cache.block_hashes[: (req.prefill_end - 1) // self._pages.page_size]
             if self._pages.has_states
-            else req.block_hashes
+            else req.cache.block_hashes
         )
 
     def _waits(self, req: RequestState, keys: Seq[Key], columns: int) -> bool:
         """For pages on their way from below the device. Not for ever: what one request waits for may push out
         what others waited for."""
-        if self._tiers is None or req.num_kv_loads >= PATIENCE:
-            return self._tiers is not None and self._tiers.is_loading(req.kv_load)
+        if self._tiers is None or req.cache.num_kv_loads >= PATIENCE:
+            return self._tiers is not None and self._tiers.is_loading(req.cache.kv_load)
         number = self._tiers.bring(keys, columns)
-        if number is not None and number != req.kv_load:
-            req.kv_load, req.num_kv_loads = number, req.num_kv_loads + 1
+        if number is not None and number != req.cache.kv_load:
+            req.cache.kv_load, req.cache.num_kv_loads = number, req.cache.num_kv_loads + 1
         return number is not None
 
     def expected(self, req: RequestState) -> int:
         """Roughly what `columns` says, without looking for each page again."""
-        req.num_matched_blocks = self._pages.matched(self._usable(req), req.num_matched_blocks)
-        return req.num_matched_blocks
+        req.cache.num_matched_blocks = self._pages.matched(self._usable(req), req.cache.num_matched_blocks)
+        return req.cache.num_matched_blocks
 
     def seat(self, req: RequestState, columns: int) -> None:
         """A request starts after so many columns."""
         self._tell_again(req, columns)
-        req.num_hashed_blocks = req.num_verified_blocks = columns
-        req.num_kv_loads = 0
-        for key in req.block_hashes[columns:]:
+        req.cache.num_hashed_blocks = req.cache.num_verified_blocks = columns
+        req.cache.num_kv_loads = 0
+        for key in req.cache.block_hashes[columns:]:
             self._pending_keys.setdefault(key, req.id)
-        if self._pages.has_states and req.hash_root is not None:
+        if self._pages.has_states and req.cache.hash_root is not None:
             self._plan_states(req, columns)
 
     def _plan_states(self, req: RequestState, columns: int) -> None:
@@ -101,8 +101,8 @@ class Prefixes:
         pages, and every so many tokens (Marconi, https://arxiv.org/abs/2411.19379)."""
         usable, every = self._usable(req), max(KEEP_EVERY // self._pages.page_size, 1)
         branch = self._pages.matched_without_states(usable)
-        req.branch_block = branch if columns < branch < len(usable) else 0
-        req.checkpoint_blocks = sorted(
+        req.cache.branch_block = branch if columns < branch < len(usable) else 0
+        req.cache.checkpoint_blocks = sorted(
             column for column in {len(usable), branch, *range(0, len(usable), every)} if column > columns
         )
 
@@ -111,12 +111,12 @@ class Prefixes:
         keeps that of a branch."""
         size, after = (
             self._pages.page_size,
-            [column for column in req.checkpoint_blocks if column > req.branch_block],
+            [column for column in req.cache.checkpoint_blocks if column > req.cache.branch_block],
         )
         if (
             not after
-            or req.branch_block not in req.checkpoint_blocks
-            or req.branch_block * size <= req.num_scheduled_tokens
+            or req.cache.branch_block not in req.cache.checkpoint_blocks
+            or req.cache.branch_block * size <= req.num_scheduled_tokens
         ):
             return rows
         return min(rows, after[0] * size - 1 - req.num_scheduled_tokens)
@@ -132,49 +132,52 @@ class Prefixes:
         checkpoints = [
             checkpoint
             for req, span in prompts
-            if req.checkpoint_blocks
+            if req.cache.checkpoint_blocks
             for checkpoint in self._keep_of_prompt(req, span)
         ]
         return checkpoints + [
             checkpoint
             for req, span in decoding
-            if req.hash_root is not None
+            if req.cache.hash_root is not None
             for checkpoint in self._outputs.plan(req, span)
         ]
 
     def _keep_of_prompt(self, req: RequestState, span: SpanPlan) -> list[StateCheckpoint]:
         """The last state that a chunk comes to of those that are worth it."""
         size, end = self._pages.page_size, span.start + span.num_tokens
-        passed = [column for column in req.checkpoint_blocks if column * size <= end]
+        passed = [column for column in req.cache.checkpoint_blocks if column * size <= end]
         if not passed:
             return []
-        req.checkpoint_blocks = req.checkpoint_blocks[len(passed) :]
-        place = self._pages.keep_state(req.blocks, passed[-1] - 1)
+        req.cache.checkpoint_blocks = req.cache.checkpoint_blocks[len(passed) :]
+        place = self._pages.keep_state(req.cache.blocks, passed[-1] - 1)
         return [] if place is None else [StateCheckpoint(span.req_idx, passed[-1] * size, place)]
 
     def commit(self, req: RequestState, settled: int, checkpoint: StateCheckpoint | None) -> None:
         """Tokens of a request were computed: others may find its whole pages. Its state has gone on to
         `settled` tokens; `checkpoint` is what the plan named."""
-        since, req.num_state_tokens = req.num_state_tokens, settled
+        since, req.cache.num_state_tokens = req.cache.num_state_tokens, settled
         # Tokens after a stop are computed and dropped.
         size = self._pages.page_size
-        columns = min(req.num_stored_tokens, len(req.tokens)) // size
-        if req.hash_root is None:
+        columns = min(req.cache.num_stored_tokens, len(req.tokens)) // size
+        if req.cache.hash_root is None:
             return
-        if columns > req.num_hashed_blocks:
+        if columns > req.cache.num_hashed_blocks:
             self._extend(req, columns * size)
-            req.has_new_blocks |= self._pages.label(
-                req.blocks, req.block_hashes, req.num_hashed_blocks, columns
+            req.cache.has_new_blocks |= self._pages.label(
+                req.cache.blocks, req.cache.block_hashes, req.cache.num_hashed_blocks, columns
             )
-            self._arrived(req, req.num_hashed_blocks, columns)
-            self._tell(req, max(req.num_hashed_blocks, req.blocks[0].first), columns)
-            req.num_hashed_blocks = columns
-        if req.num_output_tokens > 0 and req.num_verified_blocks < req.num_hashed_blocks:
+            self._arrived(req, req.cache.num_hashed_blocks, columns)
+            self._tell(req, max(req.cache.num_hashed_blocks, req.cache.blocks[0].first), columns)
+            req.cache.num_hashed_blocks = columns
+        if req.num_output_tokens > 0 and req.cache.num_verified_blocks < req.cache.num_hashed_blocks:
             if self._tiers is not None:
                 self._tiers.completed(
-                    req.blocks, req.block_hashes, req.num_verified_blocks, req.num_hashed_blocks
+                    req.cache.blocks,
+                    req.cache.block_hashes,
+                    req.cache.num_verified_blocks,
+                    req.cache.num_hashed_blocks,
                 )
-            req.num_verified_blocks = req.num_hashed_blocks
+            req.cache.num_verified_blocks = req.cache.num_hashed_blocks
         if self._pages.has_states:
             self._outputs.book(req, since, checkpoint)
 
@@ -182,23 +185,23 @@ class Prefixes:
         """A request gives its pages back. Not `trusted`: its numbers may have been wrong long before they
         showed, and nobody finds them in any tier; neither those that it had found itself, which may be
         why."""
-        self._arrived(req, req.num_hashed_blocks, len(req.block_hashes))
+        self._arrived(req, req.cache.num_hashed_blocks, len(req.cache.block_hashes))
         if (
             self._tiers is not None
             and self._tiers.sender is not None
-            and req.kv_lease is not None
+            and req.request.lease is not None
             and req.finish is not None
         ):
-            self._export(req, req.kv_lease, self._tiers.sender)
+            self._export(req, req.request.lease, self._tiers.sender)
         state = self._outputs.leave(req, trusted) if self._pages.has_states else []
         if state and self._tiers is not None:
-            self._tiers.completed(state, req.block_hashes, state[-1].first, state[-1].end)
+            self._tiers.completed(state, req.cache.block_hashes, state[-1].first, state[-1].end)
         if trusted:
             return
-        lost = self._pages.unlabel(req.blocks)
-        self._pages.unlabel_states(req.block_hashes)
+        lost = self._pages.unlabel(req.cache.blocks)
+        self._pages.unlabel_states(req.cache.block_hashes)
         if self._tiers is not None:
-            self._tiers.distrust(req.block_hashes)
+            self._tiers.distrust(req.cache.block_hashes)
         for key in lost[0] if lost else []:
             self._gone(key)
 
@@ -206,9 +209,11 @@ class Prefixes:
         """A request has ended whose prompt another node goes on with: it gets what another request with this
         prompt may start after."""
         if req.finish in (Finish.STOP, Finish.LENGTH):
-            req.kv_offer = exports.add(
+            req.cache.kv_offer = exports.add(
                 lease,
-                req.block_hashes[: (req.num_prompt_tokens - self._pages.has_states) // self._pages.page_size],
+                req.cache.block_hashes[
+                    : (req.num_prompt_tokens - self._pages.has_states) // self._pages.page_size
+                ],
             )
         else:
             exports.refuse(lease)
@@ -235,7 +240,7 @@ class Prefixes:
         if self._observer is not None:
             self._observer.cleared()
         for req in running:
-            req.num_hashed_blocks = req.num_verified_blocks = 0
+            req.cache.num_hashed_blocks = req.cache.num_verified_blocks = 0
 
     def _evicted(self, group: int, page: int, key: Key) -> None:
         if self._tiers is not None:
@@ -252,27 +257,27 @@ class Prefixes:
     def _tell(self, req: RequestState, first: int, end: int) -> None:
         """Observers hear of these columns of a request: no pages that a window has passed, which are not
         found."""
-        size, parent = self._pages.page_size, req.block_hashes[first - 1] if first else None
+        size, parent = self._pages.page_size, req.cache.block_hashes[first - 1] if first else None
         if self._observer is not None and first < end:
             self._observer.stored(
-                req.block_hashes[first:end], parent, req.tokens[first * size : end * size], "device"
+                req.cache.block_hashes[first:end], parent, req.tokens[first * size : end * size], "device"
             )
             if self._tiers is not None:
-                self._announced.update(req.block_hashes[first:end])
+                self._announced.update(req.cache.block_hashes[first:end])
 
     def _tell_again(self, req: RequestState, columns: int) -> None:
         """Of pages that came back from the disk: observers took them for gone."""
         if self._observer is not None and self._tiers is not None:
             for column in self._pages.needed(columns)[0] if columns else ():
-                if req.block_hashes[column] not in self._announced:
+                if req.cache.block_hashes[column] not in self._announced:
                     self._tell(req, column, column + 1)
 
     def _extend(self, req: RequestState, end: int) -> None:
-        if req.hash_root is not None:
-            extend(req.block_hashes, req.hash_root, req.tokens, end, self._pages.page_size)
+        if req.cache.hash_root is not None:
+            extend(req.cache.block_hashes, req.cache.hash_root, req.tokens, end, self._pages.page_size)
 
     def _arrived(self, req: RequestState, first: int, end: int) -> None:
         """These columns of a request are there, or it will not compute them."""
-        for key in req.block_hashes[first:end]:
+        for key in req.cache.block_hashes[first:end]:
             if self._pending_keys.get(key) == req.id:
                 del self._pending_keys[key]

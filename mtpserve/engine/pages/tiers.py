@@ -24,7 +24,8 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key
 from mtpserve.core.plan import Transfer, Transferred
 from mtpserve.core.request import EngineStats
-from mtpserve.core.request_state import Held, RequestState as Live
+from mtpserve.core.state.cache_state import Held
+from mtpserve.core.state.request_state import RequestState as Live
 from mtpserve.engine.pages.host import Disk, HostMemory
 from mtpserve.engine.pages.kv_receiver import KVReceiver
 from mtpserve.engine.pages.kv_sender import KVSender
@@ -264,7 +265,9 @@ class Tiers(HostMemory):
     def report(self, stats: EngineStats, waiting: Sequence[Live]) -> None:
         """`waiting`: the requests that have no seat."""
         pulls = self.receiver if self.receiver is not None and self.receiver.pending else None
-        late = (self.is_loading(req.kv_load) or (pulls is not None and pulls.open(req)) for req in waiting)
+        late = (
+            self.is_loading(req.cache.kv_load) or (pulls is not None and pulls.open(req)) for req in waiting
+        )
         stats.waiting_for_pages = sum(late) if self.loadings or pulls is not None else 0
         if self.sender is not None:
             self.sender.report(stats)

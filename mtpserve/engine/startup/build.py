@@ -51,7 +51,7 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SamplingState, runni
         not config.scheduler.disable_cuda_graph,
         step.attention.graph_safe and step.drafter.graph_safe,
     )
-    if step.seats.device.type != "cuda" or not wanted or not safe:
+    if step.req_tensors.device.type != "cuda" or not wanted or not safe:
         return None
     if config.parallel.spreads:
         log.info(

@@ -69,7 +69,7 @@ class Follower:
         """Which transfers have ended."""
         match order:
             case LaunchStep(plan):
-                self.wait_for([new_request.sampling.grammar for new_request in plan.new_requests])
+                self.wait_for([new_request.request.sampling.grammar for new_request in plan.new_requests])
                 with self.profiling.step():
                     self.launched.append(self.runner.launch(plan))
             case Read(expected):

@@ -221,7 +221,7 @@ class StepGraphs:
         max_draft_tokens = max_draft_tokens or [self.drafts] * len(seats)
         depths = wanted if self.step.drafter.sizes.trees else list(map(min, wanted, max_draft_tokens))
         lists = (
-            (seats, self.step.seats.padding),
+            (seats, self.step.req_tensors.padding),
             (depths, 0),
             (max_draft_tokens, 0),
             *((column, 0) for column in checkpoints),
@@ -386,8 +386,8 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> CapturedGraph | None:
-        step, device = self.step, self.step.seats.device
-        fillers = [step.seats.padding, 0, 0, *([0, 0] if step.states is not None else [])]
+        step, device = self.step, self.step.req_tensors.device
+        fillers = [step.req_tensors.padding, 0, 0, *([0, 0] if step.states is not None else [])]
         request_numbers = torch.empty(
             len(fillers), key.requests + key.spans, dtype=torch.int64, device=device
         )
@@ -433,7 +433,9 @@ class StepGraphs:
         """Of requests that have equally many rows. Not from the cache, which forgets."""
         sizes = self.step.drafter.sizes
         spans = ((1, key.width - 1, True),) * key.requests
-        return row_layout.__wrapped__(spans, self.step.seats.device, sizes.depth if sizes.branching else None)
+        return row_layout.__wrapped__(
+            spans, self.step.req_tensors.device, sizes.depth if sizes.branching else None
+        )
 
     def rows(
         self, key: GraphKey, request_numbers: Tensor, prompt_numbers: Tensor | None, layout: RowLayout | None

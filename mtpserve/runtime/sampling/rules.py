@@ -95,7 +95,7 @@ def biases(request: RunnerRequest) -> dict[int, float]:
     others = -torch.inf if params.allowed_token_ids else 0.0
     for token, bias in params.logit_bias.items():
         bias_by_token[token] = bias_by_token.get(token, others) + bias
-    return bias_by_token | {word[0]: -torch.inf for word in request.new_request.bad_words if len(word) == 1}
+    return bias_by_token | {word[0]: -torch.inf for word in request.request.bad_words if len(word) == 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,9 +129,7 @@ class Replay:
     def launch(self, number: int, planned: StepPlan) -> None:
         self.names |= {new_request.req_idx: new_request.id for new_request in planned.new_requests}
         self.outcome.steps += 1
-        self.outcome.requests += sum(
-            len(new_request.tokens) == new_request.num_prompt_tokens for new_request in planned.new_requests
-        )
+        self.outcome.requests += sum(not new_request.output_ids for new_request in planned.new_requests)
         names = {span.req_idx: self.names.get(span.req_idx, "unknown") for span in planned.spans}
         try:
             self.waiting[number] = Pending(planned, names, self.runner.launch(planned))

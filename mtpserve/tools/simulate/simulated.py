@@ -18,7 +18,7 @@ from mtpserve.config.spec import NONE
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
-from mtpserve.core.request_state import RequestState as Request
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.spec.curves import Curve, read_curve
 from mtpserve.spec.sizes import draft_sizes
 
@@ -83,17 +83,16 @@ class SimulatedDevice:
             scheduler, max_drafts=self.sizes.nodes, max_deferred_tokens=self.sizes.max_deferred_tokens
         )
 
-    def prepare(self, req: Request, overlap: int) -> None:
+    def prepare(self, req: RequestState, overlap: int) -> None:
         """What the engine tells the scheduler about a request's drafts."""
         req.num_write_ahead = self.sizes.num_write_ahead(plain=True)
         req.num_lookahead_tokens = self.sizes.num_lookahead_tokens(overlap, plain=True)
-        req.max_pending_draft_tokens = self.sizes.max_draft_tokens(self.want, plain=True)
+        req.draft.max_pending_draft_tokens = self.sizes.max_draft_tokens(self.want, plain=True)
 
     def launch(self, plan: StepPlan) -> StepResult:
         for new_request in plan.new_requests:
-            self._seats[new_request.req_idx] = Speaker(
-                self.answers[new_request.id], len(new_request.tokens) - new_request.num_prompt_tokens
-            )
+            answer = self.answers[new_request.id]
+            self._seats[new_request.req_idx] = Speaker(answer, len(new_request.output_ids))
         return StepResult([self._run(span, plan.draft_depth) for span in plan.spans])
 
     def _run(self, span: SpanPlan, draft_depth: int) -> SpanResult:

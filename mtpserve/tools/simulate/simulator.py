@@ -25,9 +25,9 @@ from mtpserve.cache.keys import Key, root
 from mtpserve.config import EngineConfig
 from mtpserve.config.options import check
 from mtpserve.core.plan import StepPlan, StepResult
-from mtpserve.core.request import Finish
-from mtpserve.core.request_state import RequestState
+from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.depth.policy import DepthPolicy
 from mtpserve.engine.depth.step_shapes import passes_of
 from mtpserve.engine.pages.tiers import Tiers
@@ -97,7 +97,7 @@ class InSimulation:
 
 class Simulation:
     """`scheduler` works on `pages`, with tiers below them if there are `transfers`. `watch` is called after
-    each step was planned. `num_cached_tokens`: a prefix cache is used. One run each."""
+    each step was planned. `cache.num_cached_tokens`: a prefix cache is used. One run each."""
 
     def __init__(
         self, scheduler: Scheduler, pages: PageGroups, device: SimulatedDevice, cost: StepCost = SAME, *,
@@ -187,19 +187,19 @@ class Simulation:
         if sampling is None:
             sampling = self._sampling[conversation.priority] = SamplingParams(priority=conversation.priority)
         start = root(b"", conversation.salt) if self._cached else None
-        req = RequestState(
-            f"r{self.result.requests}", list(prompt), len(prompt), sampling, max_len, seed=0, hash_root=start
-        )
+        request = Request(f"r{self.result.requests}", prompt, sampling, seed=0)
+        req = RequestState(request, list(prompt), max_len)
+        req.cache.hash_root = start
         self._device.prepare(req, self._overlap)
         return req
 
     def _findable(self, req: RequestState) -> int:
         """Tokens of a prompt that some request before it had, or just has."""
         num_hit_blocks = next(
-            (column for column, key in enumerate(req.block_hashes) if key not in self._seen),
-            len(req.block_hashes),
+            (column for column, key in enumerate(req.cache.block_hashes) if key not in self._seen),
+            len(req.cache.block_hashes),
         )
-        self._seen.update(req.block_hashes[num_hit_blocks:])
+        self._seen.update(req.cache.block_hashes[num_hit_blocks:])
         return min(num_hit_blocks * self.pages.page_size, req.num_prompt_tokens - 1)
 
     def _leave(self, request_id: str) -> None:
@@ -277,14 +277,14 @@ class Simulation:
             live.began = self.now
             result.first_token.append(self.now - live.arrived)
             result.prompt_tokens += req.num_prompt_tokens
-            result.cached_tokens += req.num_cached_tokens
+            result.cached_tokens += req.cache.num_cached_tokens
             result.findable_tokens += live.findable
         if req.finish is None:
             return
         assert req.finish in (Finish.STOP, Finish.LENGTH), "nothing fails here"
         self._gone(req.id)
         result.finished += 1
-        self._seen.update(req.block_hashes)
+        self._seen.update(req.cache.block_hashes)
         if req.num_output_tokens > 1:
             result.between_tokens.append((self.now - live.began) / (req.num_output_tokens - 1))
         conversation, following = live.conversation, live.turn + 1

@@ -254,7 +254,7 @@ def clock_of(llm: LLM) -> Any:
     runner = llm.engine.runner
     if not isinstance(runner, Runner) or runner.graphs is not None:
         return None
-    runner.step.mark = clock = PartClock(runner.seats.device)
+    runner.step.mark = clock = PartClock(runner.req_tensors.device)
     return clock
 
 
