@@ -276,7 +276,11 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def engine_config(options: dict[str, Any]) -> EngineConfig:
     """Sorts options into the sections of the configuration. Raises ConfigError for an unknown one."""
     sections = {name: config for name, config in SECTIONS.items() if name != "server"}
-    homes = {entry.name: name for name, config in sections.items() for entry in fields(config)}  # type: ignore[arg-type]
+    homes = {
+        entry.name: name
+        for name, config in sections.items()
+        for entry in fields(config)  # type: ignore[arg-type]
+    }
     for name in options:
         if name not in homes:
             near = difflib.get_close_matches(name, homes, 1)

@@ -1,8 +1,9 @@
 """Attention to a window and, in the same softmax, to entries that stand for several tokens each, in plain
 torch.
 
-    tokens     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 …          entries of 4 tokens: a row sees those whose tokens it has all seen,
-    entries          0 |       1 |         2 |               so row 9 the entries 0 and 1, and besides them its window
+    tokens     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 …     entries of 4 tokens: a row sees those whose
+    entries          0 |       1 |         2 |          tokens it has all seen: row 9 sees the entries
+                                                        0 and 1, and besides them its window
 
 A row that is the last of an entry's tokens completes it: the layer makes it of what these tokens have left,
 before anything attends. Where such a row turns out not to count, the row that takes its place makes the entry

@@ -138,8 +138,8 @@ class ReferenceAttention:
     ) -> Tensor:
         """A row sees what comes before it, of a tree only its ancestors, and of all that only its window.
 
-        columns   0 … position - window | … tree_start-1 | tree_start …            | … n-1
-        row       not seen              | seen           | as the row's bits say   | after the row's own index: padding, or other nodes
+        columns   0 … position - window | … tree_start-1 | tree_start …          | … n-1
+        row       not seen              | seen           | as the row's bits say | padding, or other nodes
         """
         width, numbers, kv_heads = spans[0].width, [span.number for span in spans], store.kind.kv.heads
         columns = columns.repeat_interleave(width, 0)  # [spans * width, n]

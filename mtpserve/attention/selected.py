@@ -1,7 +1,9 @@
 """Attention to selected tokens, in plain torch: a row scores the tokens that it sees by their index keys, and
 attends to the best alone.
 
-    score = sum over the index heads of  weight * relu(q · key)             DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 §2.1
+    score = sum over the index heads of  weight * relu(q · key)
+
+The formula is DeepSeek-V3.2's, https://arxiv.org/abs/2512.02556 §2.1.
 
 Of equal scores the earlier token's counts more. A row's choice and its output depend on that row alone,
 whoever shares the pass, and on the order of the positions, not on where a tree has its ancestors. Slow: keys

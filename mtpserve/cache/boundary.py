@@ -1,8 +1,8 @@
 """One row of hidden numbers for each page: what follows a page may need the trunk's output for the page's
 last token.
 
-page          | t0 t1 t2 t3 | t4 …        What comes for slot 4 may combine the trunk's output for t3 with token t4. It is
-rows                     h3               here if the page was computed for another request.
+page          | t0 t1 t2 t3 | t4 …     Slot 4 may combine the trunk's output for t3 with token t4.
+rows                     h3            The row is here if the page was computed for another request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pages in files, one for each page: found by key, checked when they are read, and bounded in their number of
 bytes.
 
-    DIR / fingerprint / first byte of the key / key-group.kv            Header | what the page holds in all layers
+    DIR / fingerprint / first byte of the key / key-group.kv       Header | what the page holds in all layers
 
 Several engines may use one folder. A file is written beside its place and then renamed, so that it is whole
 or not there; whatever is wrong with it (damaged, of another model, cut off) makes it a miss, and it is

@@ -3,7 +3,8 @@ attention is a group of its own.
 
     columns     0  1  2  3  4  5  6       of a request's page table; each is `page_size` tokens
     full      | a| b| c| d| e| f| g|      all of them
-    window    |  |  |  | q| r| p| s|      from the first that a later row sees: pages before it were released, and may come again
+    window    |  |  |  | q| r| p| s|      from the first that a later row sees: pages before it were
+                                          released, and may come again
 
 It counts; it stores nothing and knows no tensors. What a long prompt holds in the group of a window is
 bounded: it gets pages chunk by chunk, as many as it releases.
@@ -290,7 +291,8 @@ class PageGroups:
     def has(self, held: Sequence[Held], tokens: int) -> bool:
         """Whether a request has the pages of all columns up to `tokens`, but for those that it has
         released."""
-        for one in held[: self.dense]:  # noqa: SIM110  asked for every request in every step, and all() of a generator costs twice as much
+        # all() of a generator costs twice as much, and every request in every step asks for this
+        for one in held[: self.dense]:  # noqa: SIM110
             if (one.first + len(one.pages)) * self.page_size < tokens:
                 return False
         return True

@@ -1,6 +1,7 @@
 """The keys of pages: a hash of everything that a page's contents depend on.
 
-    key of column c = hash(key of column c - 1, tokens of column c)         key of column -1 = hash(salt, model, number format, …)
+    key of column c = hash(key of column c - 1, tokens of column c)
+    key of column -1 = hash(salt, model, number format, …)
 
 A page depends on the tokens up to its end and on nothing else, so pages with equal keys have equal contents:
 in this pool, in another tier, in another engine. 128 bits: a collision would need 2^64 pages.

@@ -1,7 +1,7 @@
 """Pages in host memory that another node may read, under the name of the request that computed them, until it
 has read them or the lease ends. For the engine's thread, which offers them, and for those that serve readers.
 
-    offer ──→ open ──release, by the reader──→ ended ──take_ended, by the engine──→ its blocks are free for others
+    offer ──→ open ──release, by the reader──→ ended ──take_ended, by the engine──→ its blocks are free
                 └────its time is over────────→
 
 A reader that comes too late, or is too slow, reads a block that holds another page by then: so each page is

@@ -1,8 +1,10 @@
 """What recurrent layers keep: of each request a state of fixed size, and kept states that requests may start
 from.
 
-    rows      | seat 0 | seat 1 | … | padding |  kept 0 | kept 1 | …        a state that is kept is a copy of a seat's, of all layers
-    ring      | seat 0 | seat 1 | … | padding |                              inputs of the last rows that are not in the state
+    rows   | seat 0 | seat 1 | … | padding | kept 0 | kept 1 | …   a kept state is a copy of a seat's,
+                                                                   of all layers
+    ring   | seat 0 | seat 1 | … | padding |                       inputs of the last rows that are not
+                                                                   in the state
 
 A step's rows change the state when they are certain; the inputs of its other rows wait in the ring until the
 next step knows which of them count: see mtpserve_kernels.recurrent. `computed` says up to which token each

@@ -107,7 +107,8 @@ def run(arguments: Sequence[str]) -> int:
 
     # a shared config file may contain the server's too
     names = {option.name for option in all_options(ENGINE_SECTIONS)}
-    with LLM(**{name: value for name, value in values.items() if name in names}) as llm:  # type: ignore[arg-type]
+    engine_options = {name: value for name, value in values.items() if name in names}
+    with LLM(**engine_options) as llm:  # type: ignore[arg-type]
         tally = paint(prompt, llm.stream(prompt, llm.sampling(**sampling)), options.keep_rejected)
     print(tally.line(), file=sys.stderr)
     return 0

@@ -12,10 +12,12 @@ ADVICE = {  # names of one advice with blanks between them
     f"theirs: {LEAVE}",
     "attn-dp-size": "use --data-parallel-size, with --enable-dp-attention",
     "data-parallel-size-local data-parallel-start-rank": f"all engines are on this machine: {LEAVE}",
-    "data-parallel-address data-parallel-rpc-port data-parallel-backend": f"all engines are on this machine: {LEAVE}",
+    "data-parallel-address data-parallel-rpc-port data-parallel-backend": f"all engines are on this "
+    f"machine: {LEAVE}",
     "chat-template-content-format": f"templates get a message's text as one string: {LEAVE}",
     "base-gpu-id gpu-id-step": "set CUDA_VISIBLE_DEVICES in the environment",
-    "bucket-time-to-first-token bucket-inter-token-latency bucket-e2e-request-latency": f"histograms have fixed buckets: {LEAVE}",
+    "bucket-time-to-first-token bucket-inter-token-latency bucket-e2e-request-latency": f"histograms have "
+    f"fixed buckets: {LEAVE}",
     "collect-detailed-traces otlp-traces-endpoint enable-trace": f"there are no traces, see /metrics and "
     f"--record-steps: {LEAVE}",
     "compilation-config optimization-level": f"steps are captured as CUDA graphs: {LEAVE}, or see "
@@ -35,9 +37,10 @@ ADVICE = {  # names of one advice with blanks between them
     "disable-fastapi-docs": f"/openapi.json needs a key where there is one: {LEAVE}",
     "disable-log-requests": f"requests are logged with --log-requests only: {LEAVE}",
     "disable-log-stats": "use --log-interval 0",
-    "enable-cache-report enable-prefix-caching enable-prompt-tokens-details": f"prefixes are cached, and cached tokens "
-    f"counted: {LEAVE}",
-    "disable-sliding-window disable-cascade-attn disable-hybrid-kv-cache-manager": f"windows are the model's own: {LEAVE}",
+    "enable-cache-report enable-prefix-caching enable-prompt-tokens-details": f"prefixes are cached, and "
+    f"cached tokens counted: {LEAVE}",
+    "disable-sliding-window disable-cascade-attn disable-hybrid-kv-cache-manager": f"windows are the "
+    f"model's own: {LEAVE}",
     "distributed-executor-backend worker-cls": f"processes of one machine; under Ray see "
     f"mtpserve.integrations.ray: {LEAVE}",
     "draft-tensor-parallel-size": f"a draft model is computed as the model is: {LEAVE}",
@@ -48,14 +51,17 @@ ADVICE = {  # names of one advice with blanks between them
     "moe-dense-tp-size enable-dp-lm-head": f"with --enable-dp-attention each engine has all but the experts "
     f"whole: {LEAVE}",
     "enable-multi-layer-eagle": f"the checkpoint says how many MTP layers it has: {LEAVE}",
-    "enable-two-batch-overlap enable-single-batch-overlap enable-dbo": f"a step's rows are computed together: "
-    f"{LEAVE}",
+    "enable-two-batch-overlap enable-single-batch-overlap enable-dbo": f"a step's rows are computed "
+    f"together: {LEAVE}",
     "disable-shared-experts-fusion": f"shared experts are computed by themselves: {LEAVE}",
     "enable-custom-logit-processor": "use --logits-processors",
     "enable-deterministic-inference": "use --speculative-exact",
     "enable-hierarchical-cache hicache-ratio kv-offloading-backend": "use --kv-offload-gib",
-    "enable-log-outputs enable-per-request-metrics export-metrics-to-file": f"see --log-requests and /metrics: {LEAVE}",
-    "enable-lora lora-paths lora-modules max-loras max-loras-per-batch max-lora-rank lora-backend": "adapters are not supported",
+    "enable-log-outputs enable-per-request-metrics export-metrics-to-file": f"see --log-requests and "
+    f"/metrics: {LEAVE}",
+    "enable-lora lora-paths lora-modules max-loras max-loras-per-batch max-lora-rank lora-backend": (
+        "adapters are not supported"
+    ),
     "enable-memory-saver enable-sleep-mode": f"memory is kept until the server ends: {LEAVE}",
     "enable-metrics-for-all-schedulers": "use --metrics-compat vllm, which has the label engine",
     "enable-mtp": "use --speculative-algorithm MTP",
@@ -68,7 +74,9 @@ ADVICE = {  # names of one advice with blanks between them
     f"{LEAVE}, or edit it",
     "hf-token": "set HF_TOKEN in the environment",
     "hicache-storage-backend": "use --kv-offload-dir",
-    "hicache-write-policy hicache-io-backend hicache-mem-layout hicache-storage-prefetch-policy": "use --kv-offload-gib",
+    "hicache-write-policy hicache-io-backend hicache-mem-layout hicache-storage-prefetch-policy": (
+        "use --kv-offload-gib"
+    ),
     "incremental-streaming-output stream-output": f"streams bring what is new: {LEAVE}",
     "is-embedding": "models that give vectors are not supported",
     "kv-cache-memory-bytes": "use --max-total-tokens, which is in tokens",
@@ -88,8 +96,8 @@ ADVICE = {  # names of one advice with blanks between them
     ),
     "num-continuous-decode-steps": f"a step is planned while the last one runs: {LEAVE}",
     "num-gpu-blocks-override": "use --max-total-tokens, which is in tokens",
-    "enable-priority-scheduling schedule-low-priority-values-first": "use --scheduling-policy priority, under "
-    "which lower values go first",
+    "enable-priority-scheduling schedule-low-priority-values-first": "use --scheduling-policy priority, "
+    "under which lower values go first",
     "override-generation-config preferred-sampling-params": "use --sampling-defaults, or the fields of a "
     "request",
     "per-request-spec-decode-metrics": "use `return_spec_trace` in a request",
@@ -108,7 +116,8 @@ ADVICE = {  # names of one advice with blanks between them
     "speculative-token-tree": "use --speculative-eagle-topk and --speculative-num-draft-tokens: the tree "
     "grows where drafts are likely",
     "stream-interval": f"each step's tokens are sent at once: {LEAVE}",
-    "constrained-json-whitespace-pattern constrained-json-disable-any-whitespace": f"grammars are llguidance's: {LEAVE}",
+    "constrained-json-whitespace-pattern constrained-json-disable-any-whitespace": f"grammars are "
+    f"llguidance's: {LEAVE}",
     "structured-outputs-config": f"grammars are llguidance's: {LEAVE}",
     "swap-space": f"preempted requests are recomputed: {LEAVE}",
     "tokenizer-mode skip-tokenizer-init config-format": f"the checkpoint's tokenizer.json is used: {LEAVE}, "

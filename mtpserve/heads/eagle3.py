@@ -6,7 +6,7 @@ tokens alone: row i is token i + d2t[i].
 Published in three layouts:
 
     the authors', SpecForge's    midlayer.*   config: of a Llama with draft_vocab_size; eagle_config
-    speculators'                 layers.0.*   config: transformer_layer_config, and beside it what is EAGLE-3's
+    speculators'                 layers.0.*   config: transformer_layer_config; EAGLE-3's fields beside it
 
 EAGLE 3.1 norms what is tapped, each layer's apart (fc_norm) or all together (norm_before_fc), and lets later
 drafts get the normed output (norm_output). As in vLLM `eagle_aux_hidden_state_layer_ids` at the top counts
@@ -214,7 +214,8 @@ class Eagle3Head(nn.Module):
         cast(DecoderLayer, last).store(x + residual, rotation, contexts[-1])
 
     def embedded(self, ids: Tensor) -> Tensor:
-        return (self.borrowed[0].embed if self.embed is None else self.embed)(ids)  # type: ignore[no-any-return]
+        embed = self.borrowed[0].embed if self.embed is None else self.embed
+        return embed(ids)  # type: ignore[no-any-return]
 
     def fused(self, features: Tensor | None) -> Tensor:
         assert features is not None

@@ -1,8 +1,9 @@
 """The interface of a draft model that is published apart: described from its config and headers, then a part
 of the whole model.
 
-open          directory, the trunk's dimensions → Head: what it stores, what it gets of the trunk, and where its tensors go
-Head.make     a module, core.protocols.models.DraftModel, whose weights are loaded together with the trunk's
+open          directory, the trunk's dimensions → Head: what it stores, what it gets of the trunk, and where
+              its tensors go
+Head.make     a module, core.protocols.models.DraftModel; its weights are loaded with the trunk's
 """
 
 from __future__ import annotations

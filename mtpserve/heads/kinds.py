@@ -23,7 +23,10 @@ STANDALONE = "STANDALONE"
 # Parts of what the config says, then names of tensors: the first that is there decides.
 SAID = {"eagle3": "EAGLE3", "medusa": "MEDUSA", "dflash": "DFLASH", "nextn": "NEXTN"}
 NAMED = {
-    r"(?:medusa_heads?\.)?\d+\.\d+\.linear\.weight|(?:medusa_heads?\.)?blocks\.\d+\.layers\.\d+\.weight": "MEDUSA",
+    (
+        r"(?:medusa_heads?\.)?\d+\.\d+\.linear\.weight"
+        r"|(?:medusa_heads?\.)?blocks\.\d+\.layers\.\d+\.weight"
+    ): "MEDUSA",
     r"(?:model\.)?hidden_norm\.weight": "DFLASH",
     r"d2t|(?:model\.)?midlayer\..+|(?:model\.)?layers\.0\.hidden_norm\.weight": "EAGLE3",
     r"(?:model\.)?fc\.weight": "EAGLE",

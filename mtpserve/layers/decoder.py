@@ -198,10 +198,10 @@ class MTPModules(nn.Module):
     """core.protocols.models.DraftModel: several MTP layers, one for each depth. In MiMo-V2 each gets the
     trunk's hidden state, and none another one's output:
 
-    draft         1           2                 3              Module i's row in slot s: h of token s - 1 - i, and token s. To be able to
-    module 0    h3 t4                                          draft with its next row it needs those before, also the ones that
-    module 1    h2 t4       h3 d1                              are made with drafts; they are made anew with what is committed.
-    module 2    h1 t4       h2 d1             h3 d2
+    draft         1           2                 3        Module i's row in slot s has h of token s - 1 - i,
+    module 0    h3 t4                                    and token s. To draft with its next row it needs
+    module 1    h2 t4       h3 d1                        those before, also the ones that are made with
+    module 2    h1 t4       h2 d1             h3 d2      drafts; committed tokens make them anew.
 
     In Step-3.5 they are chained. Module i + 1 gets module i's output for the same hidden state, which is that
     of the slot before:

@@ -35,7 +35,8 @@ class Fusion(nn.Module):
 
     def forward(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         halves = self.embedding_norm(embedding), self.hidden_norm(hidden)
-        return self.project(torch.cat(halves if self.embedding_first else halves[::-1], -1))  # type: ignore[no-any-return]
+        pair = halves if self.embedding_first else halves[::-1]
+        return self.project(torch.cat(pair, -1))  # type: ignore[no-any-return]
 
 
 class StreamFusion(nn.Module):
@@ -54,4 +55,5 @@ class StreamFusion(nn.Module):
         """embedding [T, hidden], hidden [T, streams * hidden] → the same"""
         streams = hidden.reshape(-1, self.hidden)
         projected = self.stream(self.hidden_norm(streams)).view(len(hidden), -1, self.hidden)
-        return (projected + self.embedding(self.embedding_norm(embedding)).unsqueeze(1)).flatten(1)  # type: ignore[no-any-return]
+        embedded = self.embedding(self.embedding_norm(embedding)).unsqueeze(1)
+        return (projected + embedded).flatten(1)  # type: ignore[no-any-return]

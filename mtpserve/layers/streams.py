@@ -1,8 +1,9 @@
 """Several residual streams: manifold-constrained hyper-connections (https://arxiv.org/abs/2512.24880), as
 DeepSeek-V4 has them.
 
-    inner = norm(sum over streams of  pre * stream)             what a block is computed on
-    streams = comb^T streams + post * block(inner)              comb is doubly stochastic, post a share for each stream
+    inner = norm(sum over streams of  pre * stream)        what a block is computed on
+    streams = comb^T streams + post * block(inner)         comb is doubly stochastic, post has a share
+                                                           for each stream
 
 `pre`, `post` and `comb` are made of the streams themselves. All of it is where a layer without streams has
 the norm before a block, which adds the last block's output to the residual: so a decoder layer is the same

@@ -4,9 +4,12 @@ outputs, K inputs.
 A word of 32 bits holds 32 / bits numbers, the first in its lowest bits, as bytes in memory do too; AWQ's
 words have an order of their own:
 
-    GPTQ                qweight [K / 8, N]: words down the inputs    qzeros [groups, N / 8]   scales [groups, N]   g_idx [K]
-    AWQ                 qweight [K, N / 8]: words along the outputs  qzeros [groups, N / 8]   scales [groups, N]
-    compressed-tensors  weight_packed [N, K / 8]                     weight_zero_point [N / 8, groups]   weight_scale [N, groups]
+    GPTQ                qweight [K / 8, N], words down the inputs     qzeros [groups, N / 8]
+                        scales [groups, N]   g_idx [K]
+    AWQ                 qweight [K, N / 8], words along the outputs   qzeros [groups, N / 8]
+                        scales [groups, N]
+    compressed-tensors  weight_packed [N, K / 8]                      weight_zero_point [N / 8, groups]
+                        weight_scale [N, groups]
 
 AWQ (https://arxiv.org/abs/2306.00978): the eight numbers of a word are those of outputs 0 2 4 6 1 3 5 7. GPTQ
 (https://arxiv.org/abs/2210.17323): its first version stores zeros minus one.

@@ -1,10 +1,11 @@
 """A quantised matrix in the form in which it is kept or widened, whatever the checkpoint's layout (see
 published.py): numbers of few bits, their scales, and for integers their zeros.
 
-    numbers   float8 (e4m3) or int8 [N, K] · whole numbers from 0 on, uint8: of eight bits [N, K], of four bits [N, K / 2], two in a byte,
-              the low half first · e2m1 in uint8 [N, K / 2], in the same order: MXFP4, whose scales are
-              exponents alone
-    scale     [N, groups]: of each row, the columns in equal groups; or [N / 128, K / 128] rounded up, of blocks: see fp8.py
+    numbers   float8 (e4m3) or int8 [N, K] · whole numbers from 0 on, uint8: of eight bits [N, K], of four
+              bits [N, K / 2], two in a byte, the low half first · e2m1 in uint8 [N, K / 2], in the same
+              order: MXFP4, whose scales are exponents alone
+    scale     [N, groups]: of each row, the columns in equal groups; or [N / 128, K / 128] rounded up, of
+              blocks: see fp8.py
     zeros     [N, groups] uint8: the whole number that stands for 0; None: the middle of the range, 8 or 128
     group_of  [K]: the group of each column, where they are not in order (GPTQ's act order)
 

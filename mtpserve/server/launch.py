@@ -5,10 +5,11 @@ The port comes first: it is taken and answers 503 while the model loads, so that
 and a load balancer sees what is going on. How it ends:
 
     first SIGTERM or SIGINT   after `drain_delay` seconds, in which /health alone says 503, new
-                              requests get 503, running ones have `drain_timeout` seconds           → 0
-    second one                stop at once                                                          → 0
-    the engine process dies   open requests end with an error, /health says 503 for a moment        → 1
-    it cannot start           one line                                                              → 1, for the configuration 2
+                              requests get 503, running ones have `drain_timeout` seconds      → 0
+    second one                stop at once                                                     → 0
+    the engine process dies   open requests end with an error, /health says 503 for a moment   → 1
+    it cannot start           one line                                                         → 1
+    a wrong configuration     one line                                                         → 2
 """
 
 from __future__ import annotations

@@ -5,13 +5,14 @@ quant/published.py.
 A family's rules know a matrix by the name that it has unquantised, X.weight (or X, where experts are one
 tensor):
 
-    role       plain      scale                zeros                 numbers in words of 32 bits, or in bytes
-    float8     X.weight   X.weight_scale(_inv)                                                             DeepSeek-V4 calls it X.scale
-    int8       X.weight   X.weight_scale       X.weight_zero_point
-    packed                X.weight_scale       X.weight_zero_point   X.weight_packed    X.weight_g_idx  X.weight_shape
-    GPTQ, AWQ             X.scales             X.qzeros              X.qweight          X.g_idx
-    MXFP4                 X_scales                                   X_blocks
-    MXFP4      X.weight   X.scale                                                                          DeepSeek-V4, two in an int8
+    role       plain     scale                zeros                numbers in words of 32 bits, or in bytes
+    float8     X.weight  X.weight_scale(_inv)                      DeepSeek-V4 calls the scale X.scale
+    int8       X.weight  X.weight_scale       X.weight_zero_point
+    packed               X.weight_scale       X.weight_zero_point  X.weight_packed X.weight_g_idx
+                                                                   X.weight_shape
+    GPTQ, AWQ            X.scales             X.qzeros             X.qweight       X.g_idx
+    MXFP4                X_scales                                  X_blocks
+    MXFP4      X.weight  X.scale                                   DeepSeek-V4, two in an int8
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 one of these kinds:
 
     replicated    all of it
-    blocks        one of as many equal blocks as the rank's dimension is smaller: rows of a first matrix (gate, up, q), heads, columns of a
-                  second one (down, out). Of fused matrices each has blocks of its own. With fewer blocks than
-                  ranks (key heads) several ranks have the same one
+    blocks        one of as many equal blocks as the rank's dimension is smaller: rows of a first matrix
+                  (gate, up, q), heads, columns of a second one (down, out). Of fused matrices each has blocks
+                  of its own. With fewer blocks than ranks (key heads) several ranks have the same one
     tokens        a block of the vocabulary; the last one is filled up with zeros
     once          on the first rank all, on the others zeros: biases of what the ranks sum
     experts       any of the experts' numbers, in any order

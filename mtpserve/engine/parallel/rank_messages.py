@@ -1,8 +1,10 @@
 """What rank 0, the engine's process, and the other processes that compute the same model say to each other,
 as msgpack over pipes.
 
-    rank 0   StartRank          Room                      LaunchStep, Read, FinishTick, Reshape …, and the end of the pipe
-    others              Room          Reached … Reached   Moved, after a Read                   Failed at any time
+    rank 0   StartRank          Room                      LaunchStep, Read, FinishTick, Reshape …
+    others              Room          Reached … Reached   Moved, after a Read        Failed at any time
+
+The end of the pipe ends the others.
 
 Whatever rank 0's runner is asked to do the others do in the same order. They choose tokens for themselves,
 from the same numbers: a plan is all that they need.

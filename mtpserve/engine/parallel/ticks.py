@@ -1,7 +1,8 @@
 """When engines that share their experts compute: in ticks, which all of them begin and end together.
 
-    asleep ── work, or a Join with a new number ──→ gather ─┬─ somebody has work: steps, and rounds until all are done ──→ gather …
+    asleep ── work, or a Join with a new number ──→ gather ─┬─ somebody has work: a tick ──→ gather …
                                                             └─ nobody has ──→ asleep
+    tick   steps, and rounds until all are done
 
 A tick begins with a gather: each brings whether it has work, and the highest number of a Join that it has
 heard of. In a tick an engine may do any number of steps or none; it takes part in the rounds of the others
@@ -14,10 +15,12 @@ that the engines had heard of. If there is work, all go on to the next gather. I
 when it has heard of a higher number than m, or has work, and sleeps in its inbox until then. Why no engine is
 ever alone in a gather:
 
-  - One that has heard of a number above m is not alone: the front end has sent that number to all, so all hear of it and go on.
-  - One that has got work since the gather is not alone: the request's number is above all that this engine had heard of, so above m, and
-    is on its way to all.
-  - If none has heard of a number above m, nobody has work: all sleep, with nothing on its way but what wakes all.
+  - One that has heard of a number above m is not alone: the front end has sent that number to all, so all
+    hear of it and go on.
+  - One that has got work since the gather is not alone: the request's number is above all that this engine
+    had heard of, so above m, and is on its way to all.
+  - If none has heard of a number above m, nobody has work: all sleep, with nothing on its way but what wakes
+    all.
 
 An engine that is told to end says so in a gather, and all end after it: the front end tells all of them.
 """

@@ -1,7 +1,9 @@
 """Several engine processes as one. Implements `core.clients.EngineClient`.
 
-    a request ──→ the engine where its prompt's beginning was computed, unless that has much more to do than the least busy one
-    an engine dies ──→ its requests go on in another one, or in itself when it is there again; it is started again after a pause
+    a request ──→ the engine that computed its prompt's beginning, unless that engine has much more to do
+                  than the least busy one
+    an engine dies ──→ its requests go on in another one, or in itself when it is there again; it starts
+                       again after a pause
 
 Where a request goes on, its next token is the one that the lost engine would have given: noise depends on the
 request's seed and a token's index alone, and seeds are drawn here. (Where drafts are accepted by rejection,

@@ -1,7 +1,9 @@
 """`--record-steps`: each plan as it is launched and each result as it is read, in a file that `mtpserve
 replay` runs again.
 
-    magic | Preamble | Header | StepPlanned 1 | StepPlanned 2 | StepRead 1 | StepPlanned 3 | StepRaised 2 | …        as things happened
+    magic | Preamble | Header | StepPlanned 1 | StepPlanned 2 | StepRead 1 | StepPlanned 3 | StepRaised 2 | …
+
+The parts come in the order in which things happened.
 
 Each part is msgpack after its length (4 bytes, big-endian), and flushed: what was written is there after a
 crash.

@@ -2,7 +2,8 @@
 core.protocols.parallel.Ranks.
 
 on GPUs    NCCL, also inside captured steps
-on CPUs    shared memory (mtpserve_kernels.cpu.ranks): microseconds; where its kernels are not there gloo, which takes half a millisecond
+on CPUs    shared memory (mtpserve_kernels.cpu.ranks): microseconds. Without its kernels gloo, which takes
+           half a millisecond
 """
 
 from __future__ import annotations

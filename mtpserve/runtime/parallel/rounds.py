@@ -4,7 +4,8 @@
 Each engine has requests and a schedule of its own, and comes to its layers when it comes to them. Nothing is
 agreed on: whenever any of them computes such a layer, all take part in a round.
 
-    1. gather    which layer each one is at, none where it has nothing to compute, and how many rows it sends to each of the others
+    1. gather    which layer each one is at, none where it has nothing to compute, and how many rows it sends
+                 to each of the others
     2. swap      its rows, and for each which of the receiver's experts are wanted
     3.           each computes its experts for the rows that came, of each sender by the sender's layer
     4. swap      what each expert made of each row, back

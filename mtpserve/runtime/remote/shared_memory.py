@@ -1,7 +1,7 @@
 """Host memory that other processes of this user may read: a file without a name, which ends with the last
 process that has it open.
 
-| nonce | blocks of group 0 | blocks of group 1 | …          the nonce tells a reader that it has opened the memory that it means
+| nonce | blocks of group 0 | blocks of group 1 | …      by the nonce a reader knows the memory that it means
 
 A block holds a page, whatever processes have computed it: with tensor parallel, the parts of all ranks side
 by side.

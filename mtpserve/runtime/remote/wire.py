@@ -2,7 +2,8 @@
 in front, then bytes of pages.
 
     reader → Hello        ← Hello       both compare all that pages depend on
-    reader → WantPages    ← Give …      some pages in each, so that one node reads what the other one has checked; by TCP with their bytes
+    reader → WantPages    ← Give …      some pages in each, so that one node reads what the other one has
+                                        checked; by TCP with their bytes
     reader → Done
 
 With the last one the lease ends.

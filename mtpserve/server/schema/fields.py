@@ -68,7 +68,8 @@ def predicted(prediction: dict[str, Any] | None) -> str:
             part["text"] if isinstance(part, dict) and part.get("type") == "text" and "text" in part else None
             for part in content
         ]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+        is_text = all(isinstance(part, str) for part in parts)
+        content = "".join(parts) if is_text else None  # type: ignore[arg-type]
     if (
         prediction.get("type") != "content"
         or not isinstance(content, str)

@@ -229,7 +229,8 @@ class NativeRequest(Salted, TransferFields):
     @property
     def listed(self) -> bool:
         """Several prompts, though it may be a list of one."""
-        return isinstance(self.text, list) or (bool(self.input_ids) and isinstance(self.input_ids[0], list))  # type: ignore[index]
+        ids = self.input_ids
+        return isinstance(self.text, list) or (bool(ids) and isinstance(ids[0], list))  # type: ignore[index]
 
     @property
     def prompts(self) -> list[str | list[int]]:

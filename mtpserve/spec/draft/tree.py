@@ -9,7 +9,8 @@ than its parent, so the taken nodes form a tree.
 Expanded nodes are stored in consecutive slots of the request in the order of expansion. A bitmask lets each
 attend to the committed tokens and its own ancestors, so that each branch uses its own keys:
 
-    slots     … committed | a b | c d | e f        a → c → e,  a → d → f,  b: not expanded further      f attends to a, d and itself
+    slots     … committed | a b | c d | e f        a → c → e,  a → d → f,  b: not expanded further
+                                                   f attends to a, d and itself
 
 For requests that sample, the probabilities are replaced by each candidate's share of the race in which the
 target chooses its token with the same noise (runtime/sampling/sampling): so the tree contains the tokens that

@@ -2,10 +2,12 @@
 
 Two rules, both lossless, depending on the request's drafts:
 
-    point masses      At every node the target chooses a token, as plain decoding does with the same seed. A draft is accepted if it is
-    (coupled)         the token chosen at its parent. For any tree and any source of drafts; the text is identical to plain decoding's.
-    sampled from q    A chain of drafts that were each sampled from a known distribution q: reject.py. It accepts more drafts of the
-                      same chain; the text has the same distribution as plain decoding's, but is another one.
+    point masses      At every node the target chooses a token, as plain decoding does with the same seed.
+    (coupled)         A draft is accepted if it is the token chosen at its parent. For any tree and any
+                      source of drafts; the text is identical to plain decoding's.
+    sampled from q    A chain of drafts that were each sampled from a known distribution q: reject.py. It
+                      accepts more drafts of the same chain; the text has the same distribution as plain
+                      decoding's, but is another one.
 
 A greedy request's choice is its argmax under both rules.
 """

@@ -3,7 +3,8 @@
 The two thresholds are SGLang's. Both are implemented as another distribution at each node, in which drafts
 are likelier and from which the target then samples as usual.
 
-    acc       one of the drafts that continue a node is sampled with probability min(1, mass / acc) instead of their mass
+    acc       one of the drafts that continue a node is sampled with probability min(1, mass / acc) instead
+              of their mass
     single    a draft whose own probability is at least this is accepted
 """
 

@@ -2,22 +2,24 @@
 by side.
 
     greedy          the two texts of every prompt are compared token by token
-    sampled         for each sampling feature, the joint counts of the first tokens after a prompt, with speculation and without, are
-                    compared by a chi-square test
-    same seed       where drafts are point masses (trees, n-grams), even a sampled text must be the very same (spec/verify/accept)
+    sampled         for each sampling feature, the joint counts of the first tokens after a prompt, with
+                    speculation and without, are compared by a chi-square test
+    same seed       where drafts are point masses (trees, n-grams), even a sampled text must be the very same
+                    (spec/verify/accept)
 
 All features and greedy requests run mixed in the same batches, as they would on a server. Computes no
 statistics of speed.
 
 Where texts differ, rounding is the only excuse, and it is checked (rounding.py), not assumed:
 
-    1. Plain decoding scores every speculative greedy text in one pass. At each place, also after a first difference, the text's token
-       must be its likeliest, or less likely by no more than twice the rounding error that the number format
-       was measured to make.
-    2. Such places, small gaps and large, and seeds that give another text must not be more frequent than twice what the number format
-       itself does to plain decoding.
-    3. In exact mode, where a row's numbers do not depend on what is computed with it (--speculative-exact), the requests whose texts
-       differ must give the same text with speculation and without, to the last token.
+    1. Plain decoding scores every speculative greedy text in one pass. At each place, also after a first
+       difference, the text's token must be its likeliest, or less likely by no more than twice the rounding
+       error that the number format was measured to make.
+    2. Such places, small gaps and large, and seeds that give another text must not be more frequent than
+       twice what the number format itself does to plain decoding.
+    3. In exact mode, where a row's numbers do not depend on what is computed with it (--speculative-exact),
+       the requests whose texts differ must give the same text with speculation and without, to the last
+       token.
 
 Nothing is excused where the numbers are exact to begin with: in exact mode, and with the kernels of a CPU.
 

@@ -1,10 +1,11 @@
 """Who asks what and when: conversations from files in Mooncake's and ShareGPT's formats, and random ones.
 
-    Mooncake    {"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [...]}, one object per line; an id stands for 512
-                tokens together with all before them (https://github.com/kvcache-ai/Mooncake). What was
-                generated has no ids, so nobody finds it here: where a service's next turn does, its hit rate
-                is higher.
-    ShareGPT    [{"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}, …]}, …]; it has no times.
+    Mooncake    {"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [...]}, one object per
+                line; an id stands for 512 tokens together with all before them
+                (https://github.com/kvcache-ai/Mooncake). Generated tokens have no ids, so nobody finds them
+                here: where a service's next turn does, its hit rate is higher.
+    ShareGPT    [{"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}, …]}, …];
+                it has no times.
 
 Where there is no tokenizer, four characters are one token.
 """

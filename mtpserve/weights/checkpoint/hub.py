@@ -111,7 +111,11 @@ def read_headers(name: str, revision: str | None, directory: Path) -> str:
     """Configs, and of each file of weights as much as its header takes: the rest of it is a hole, which takes
     no room on the disk. Raises what the hub's library raises."""
     from huggingface_hub import HfApi, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        build_hf_headers,
+        get_session,
+        hf_raise_for_status,
+    )
 
     def part(file: str, end: int) -> tuple[bytes, int]:
         """The first `end` bytes, and how many there are."""

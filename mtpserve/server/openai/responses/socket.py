@@ -1,9 +1,9 @@
 """Responses over a WebSocket at /v1/responses: the client sends a request as an event, and gets the events of
 its stream as messages.
 
-    {"type": "response.create", …}   the body of POST /v1/responses; `stream` is implied. `generate: false` computes the prompt alone,
-                                     so that what goes on from it is faster. `stream_id` is in all events of
-                                     the request's answer.
+    {"type": "response.create", …}   the body of POST /v1/responses; `stream` is implied. `generate: false`
+                                     computes the prompt alone, so that what goes on from it is faster.
+                                     `stream_id` is in all events of the request's answer.
     {"type": "response.cancel"}      ours: the answer that is being written ends
 
 One answer is written at a time; further requests wait for it. What is wrong is an event of type error, and

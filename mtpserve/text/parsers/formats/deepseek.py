@@ -19,7 +19,10 @@ class DeepSeekV3(CallFormat):
     """`function⟨sep⟩name`, and the arguments in a fenced block. V3.1's layout is understood as well."""
 
     markers: tuple[str, ...] = (SECTION, CALL)
-    example = f"{SECTION}{CALL}function{SEPARATOR}tool_call_name\n{FENCE}json\ntool_call_arguments\n{FENCE}{CALL_END}{MORE}{SECTION_END}"
+    example = (
+        f"{SECTION}{CALL}function{SEPARATOR}tool_call_name\n"
+        f"{FENCE}json\ntool_call_arguments\n{FENCE}{CALL_END}{MORE}{SECTION_END}"
+    )
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         if marker == SECTION:

@@ -1,7 +1,8 @@
 """Harmony, in which gpt-oss writes: an output is messages, each on a channel, and calls are messages to
 functions.
 
-    <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>
+    <|channel|>analysis<|message|>reasoning<|end|>
+    <|start|>assistant<|channel|>final<|message|>answer<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
 The recipient may also come before the channel, as in gpt-oss's chat template. Messages on `analysis` are

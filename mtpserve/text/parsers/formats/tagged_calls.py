@@ -162,7 +162,10 @@ class Qwen3Coder(Tagged):
     ENDS = (FUNCTION_END, CALL_END)
     UNCLOSED = ("\n<parameter=", "\n</function>")
     PADDED = True
-    example = f"{CALL}\n{FUNCTION}tool_call_name>\n{KEY}key{KEY_END}\nvalue\n{VALUE_END}\n{FUNCTION_END}\n{CALL_END}"
+    example = (
+        f"{CALL}\n{FUNCTION}tool_call_name>\n"
+        f"{KEY}key{KEY_END}\nvalue\n{VALUE_END}\n{FUNCTION_END}\n{CALL_END}"
+    )
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         scan.take(len(marker))
@@ -216,7 +219,10 @@ class DSML(Tagged):
     NEXT, BEFORE, QUOTED = INVOKE, "</", True
     markers: tuple[str, ...] = (SECTION, INVOKE)
     tokens = (TOKEN,)
-    example = f'{SECTION}\n{INVOKE}tool_call_name">\n{KEY}key{IS_STRING}true"{KEY_END}value{VALUE_END}\n{INVOKE_END}\n{SECTION_END}'
+    example = (
+        f'{SECTION}\n{INVOKE}tool_call_name">\n'
+        f'{KEY}key{IS_STRING}true"{KEY_END}value{VALUE_END}\n{INVOKE_END}\n{SECTION_END}'
+    )
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         if marker == self.SECTION:

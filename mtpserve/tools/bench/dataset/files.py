@@ -2,7 +2,8 @@
 
     sharegpt     [{"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}, …]}, …]
     custom       {"prompt": text, "output_tokens": n}, one object per line; output_tokens may be missing
-    spec-bench   {"question_id": …, "category": text, "turns": [text, …]}, one object per line (https://github.com/hemingkx/Spec-Bench)
+    spec-bench   {"question_id": …, "category": text, "turns": [text, …]}, one object per line
+                 (https://github.com/hemingkx/Spec-Bench)
 
 Errors are ConfigErrors that name the file and the line or conversation.
 """

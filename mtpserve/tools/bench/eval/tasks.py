@@ -1,9 +1,10 @@
 """Questions from files, as prompts, and what counts as a right answer: multiple choice in MMLU's format,
 texts in GSM8K's.
 
-    mmlu     question,A,B,C,D,letter                                             a CSV file without a header
-             {"question": text, "choices": [text, …], "answer": number or letter}   one object per line; "subject" may be there
-    gsm8k    {"question": text, "answer": "… #### 42"}                            one object per line
+    mmlu     question,A,B,C,D,letter                      a CSV file without a header
+             {"question": text, "choices": [text, …], "answer": number or letter}   one object per line;
+                                                          "subject" may be there
+    gsm8k    {"question": text, "answer": "… #### 42"}    one object per line
 
 Prompts are those of lm-evaluation-harness (tasks mmlu and gsm8k): so are the answers to the same questions,
 and the scores. Errors are ConfigErrors that name the file and the line.

@@ -34,9 +34,13 @@ ADVICE = {  # names of one advice with blanks between them
     "label": "use --tag",
     "logprobs return-logprob top-logprobs-num return-routed-experts": "use --extra-request-body, with the "
 "field as the server names it",
-    "lora-name lora-modules lora-assignment lora-request-distribution lora-zipf-alpha": "use --model with the adapter's name",
-    "mooncake-workload mooncake-slowdown-factor mooncake-num-rounds use-trace-timestamps self-timed": "traces with times are not replayed "
-    "against a server; mtpserve bench cache --trace FILE simulates them",
+    "lora-name lora-modules lora-assignment lora-request-distribution lora-zipf-alpha": (
+        "use --model with the adapter's name"
+    ),
+    "mooncake-workload mooncake-slowdown-factor mooncake-num-rounds use-trace-timestamps self-timed": (
+        "traces with times are not replayed against a server; "
+        "mtpserve bench cache --trace FILE simulates them"
+    ),
     "no-oversample disable-shuffle": "not implemented: a dataset is asked once through, ShareGPT's in "
 "random order of --seed",
     "no-reranker random-batch-size": "embeddings and reranking are not asked",

@@ -3,7 +3,8 @@ them.
 
 AL    tokens of a verification, the target's own included: tokens / verifications
 S     tokens per second, relative to plain decoding of the same requests in the same run
-M     AL / S: how many steps of plain decoding one step with drafts takes. Without any cost of drafting it would be 1, and S = AL
+M     AL / S: how many steps of plain decoding one step with drafts takes. Without any cost of drafting it
+      would be 1, and S = AL
 """
 
 from __future__ import annotations
