@@ -6,12 +6,12 @@ MTPServeError
 ├── LoadError          a checkpoint: its file, its tensor, what is accepted    → one line, exit code 1
 │   └── UnsupportedModel   an architecture or a layout that no family supports
 ├── InvalidRequest     one request's field (`param`)                           → HTTP 400
-├── RequestFailed      one request failed, the others continue                 → HTTP 500, or an error event in its stream
+├── RequestFailed      one request failed, the others continue                 → HTTP 500, or an error event
 └── EngineError        the engine as a whole
     ├── EngineBusy     draining, or too slow                                   → HTTP 503 with Retry-After
     │   ├── QueueFull  the queue is full                                       → HTTP 429 with Retry-After
     │   └── ShuttingDown  the server was told to end                           → HTTP 503 with Retry-After
-    └── EngineDead     its process has ended                                   → HTTP 503, the server exits non-zero
+    └── EngineDead     its process has ended                                   → HTTP 503, exit code not 0
 """
 
 from __future__ import annotations

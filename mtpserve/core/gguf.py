@@ -5,7 +5,9 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, read by hand,
 reported in plain words and a vocabulary, which takes seconds with the format's own package, is only read
 where it is used.
 
-    | GGUF | version | number of tensors, of entries | entries: key, type, value | tensors: name, shape, type, offset | data ... |
+    | GGUF | version | number of tensors, of entries | entries | tensors | data ... |
+    entry    key, type, value
+    tensor   name, shape, type, offset
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A page's contents on their way between two tiers. A block is a place for a page in host memory.
 
     save     device → host, before this step and all after it write anything
-    load     host → device, beside the steps; none of them touches the page before it is told that the load has ended
+    load     host → device, beside the steps; no step touches the page before the load has ended
     spill    host → disk, beside the steps, after the save has ended
     fetch    disk → host, beside the steps
     pull     another node → host, beside the steps; those of a plan from one source are asked for together

@@ -7,7 +7,8 @@ Faults stay with the requests that they hit, and free what these held:
 
     non-finite logits in a request's rows    that request ends with an error
     the runner cannot seat a request         that request ends with an error, the step goes on without it
-    the runner raises in a step              the request at fault is unknown: all requests of that step end with an error
+    the runner raises in a step              the request at fault is unknown: all requests of that step end
+                                             with an error
 
 Only a device that has failed (faults.py) ends the engine: whatever is open ends with EngineDead, and the
 process with an exit code.

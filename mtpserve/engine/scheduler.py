@@ -4,10 +4,10 @@ requests.
 Pure Python over sequences and page counts. It is not the loop (engine.py) and holds no tensor. Two promises
 shape it:
 
-* A request's text depends on the request alone. Its drafts are verified whole or not yet, never trimmed to fit a budget, and
-  one that was preempted goes on from the very token and drafts that it had.
-* The first in order always makes progress: pages run out at the expense of the last, and every decoding request gets
-  its turn within a bounded number of steps.
+* A request's text depends on the request alone. Its drafts are verified whole or not yet, never trimmed to fit
+  a budget, and one that was preempted goes on from the very token and drafts that it had.
+* The first in order always makes progress: pages run out at the expense of the last, and every decoding request
+  gets its turn within a bounded number of steps.
 
 A step may be planned while others are in flight, from what is certain about them: see core/state/request_state.
 `must_wait` says when that is not enough. A request whose end was not read yet gets spans without effect:
@@ -55,7 +55,7 @@ class Scheduler:
     requests have one. A seat, once given, is lost for want of pages alone.
 
     running | a b c d |  waiting | e f g |
-                    d ←──────── admission takes the first in the policy's order (engine/queue) that may run now
+                    d ←──────── admission takes the policy's first (engine/queue) that may run now
                     └─────────→ preemption takes the last that runs, and puts it in its place in line
 
     A request that waits for its turn is passed over in two cases: another one is just computing pages that it

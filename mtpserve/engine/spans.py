@@ -51,7 +51,8 @@ def chunk(req: RequestState, rows: int) -> SpanPlan:
     """The next committed tokens to compute, at most so many.
 
     fresh prompt   |=======|=======|====|      the last chunk reaches the end and samples
-    recomputed     |=======|=======|===|x      stops before x, which it once sampled: x is verified with drafts, as it was
+    recomputed     |=======|=======|===|x      stops before x, which it once sampled: x is verified with
+                                               drafts, as it was
     """
     return next_span(req, min(req.prefill_end - req.num_scheduled_tokens, rows))
 
@@ -67,7 +68,7 @@ def deferred(
 
     draft_depth 0, no drafts to verify     defer, until a request has `max_deferred_tokens` such rows
     drafts are wanted or verified          store all deferred rows now
-    `beside_prompts`                       the pass runs anyway: only requests that have deferred rows go on deferring
+    `beside_prompts`                       the pass runs anyway: only requests with deferred rows go on
     """
     has_drafts = has_deferred = is_full = False
     for req, span in decoding:

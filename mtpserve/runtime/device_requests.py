@@ -1,8 +1,10 @@
 """The tensors that a step changes, one row (seat) per running request. A slot is something else: a place in
 the KV pool.
 
-    tokens[seat]   |---- committed ----|x| d1 d2 d3 |   void   |        x is the last committed token, length is the place after it
-    computed[seat] |------ KV is in the pages -----|                    computed = length - 1 between two steps of a decoding request
+    tokens[seat]   |---- committed ----|x| d1 d2 d3 |   void   |   x is the last committed token, length is
+                                                                   the place after it
+    computed[seat] |------ KV is in the pages -----|               computed = length - 1 between two steps of
+                                                                   a decoding request
 
 What follows `num_tokens` is void or a proposal; committing is writing there and moving `num_tokens`.
 

@@ -33,7 +33,8 @@ class DraftModel(Protocol):
     """A model that proposes tokens: an MTP layer, an EAGLE head, a small model of its own. Its row with slot
     s knows token s. It is handed one context for each of its layers.
 
-    lag 1 (MTP, EAGLE)     row s - 1 joins the trunk's features of token s - 1 with token s; its position is s - 1; slot 0 has no row
+    lag 1 (MTP, EAGLE)     row s - 1 joins the trunk's features of token s - 1 with token s; its position is
+                           s - 1; slot 0 has no row
     lag 0 (a small model)  row s has token s alone; its position is s
 
     With features of K rows (Features.rows) its layers are K modules, and draft i + 1 comes from module i: its

@@ -4,7 +4,9 @@ Launched kernel by kernel, a step has its requests' tokens and drafts, and rows 
 Captured steps (runtime/graphs) are there for a few depths. They have as many rows of each request as their
 depth has drafts, and as many passes, whoever has fewer; prompts have passes through the model of their own.
 
-    drafts of three requests, 2 deep   | 2 | 0 | 1 |    launched: 6 rows, 2 passes    captured for 0, 1 and 3: 12 rows, 3 passes
+    drafts of three requests, 2 deep   | 2 | 0 | 1 |
+    launched                           6 rows, 2 passes
+    captured for depths 0, 1 and 3     12 rows, 3 passes
 """
 
 from __future__ import annotations

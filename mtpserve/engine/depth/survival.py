@@ -3,8 +3,8 @@
 Drafts are counted by their rank: of a chain the depth, of a tree the place in the order of scores
 (spec/draft/tree), so that the first n drafts are what a proposal of n would have been.
 
-    chain    chance(j) = rate(1) · … · rate(j)       rate(j): acceptance of depth j where depth j - 1 was accepted
-    tree     chance(j) = rate(j)                     rate(j): how often node j is on the path that is accepted
+    chain    chance(j) = rate(1) · … · rate(j)       rate(j): acceptance of depth j after depth j - 1's
+    tree     chance(j) = rate(j)                     rate(j): how often node j is on the accepted path
 
 A request whose drafts are accepted more or less often than others' has a factor for all rates, which follows
 what comes of its own drafts.

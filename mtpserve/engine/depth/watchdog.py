@@ -1,18 +1,18 @@
 """Whether the draft model works: measured at start, watched while serving. A broken one changes no text, so
 that nothing else names it.
 
-    at start        The engine's own requests: the model goes on greedily from a few tokens at full depth, and the share of verifications
-                    that accept the first draft is measured, and named where it is below the floor of the
-                    model's family.
-    while serving   WINDOW first drafts of the clients' requests at a time are compared with the best that was seen. Below half of it
-                    there is a doubt, and no more than that: clients may have begun to send text that nobody
-                    can guess, and one client's random tokens look like a broken head.
-    a doubt         is decided by the engine's own requests, the same as at start, on pages that no other request has written. If their
-                    drafts are accepted the texts have changed, and the next doubt waits a while. If less than
-                    half as many are as at start, the draft model is at fault: that is logged and counted
-                    once. Below a quarter, or below 5 %, drafting ends too, and the same requests run again
-                    after 30 s, 60 s, … 10 min. Half of what they reached at start is a recovery: drafting
-                    begins again.
+    at start        The engine's own requests: the model goes on greedily from a few tokens at full depth, and
+                    the share of verifications that accept the first draft is measured, and named where it is
+                    below the floor of the model's family.
+    while serving   WINDOW first drafts of the clients' requests at a time are compared with the best that was
+                    seen. Below half of it there is a doubt, and no more than that: clients may have begun to
+                    send text that nobody can guess, and one client's random tokens look like a broken head.
+    a doubt         is decided by the engine's own requests, the same as at start, on pages that no other
+                    request has written. If their drafts are accepted the texts have changed, and the next
+                    doubt waits a while. If less than half as many are as at start, the draft model is at
+                    fault: that is logged and counted once. Below a quarter, or below 5 %, drafting ends too,
+                    and the same requests run again after 30 s, 60 s, … 10 min. Half of what they reached at
+                    start is a recovery: drafting begins again.
 
 Where none of these requests gets a seat for SEAT_S the clients' drafts decide alone, by a rule that no single
 client or text fulfils: less than 2 % of 512 verifications of 8 requests.

@@ -1,10 +1,13 @@
 """What becomes of the prefix cache's pages, published for routers: events as vLLM 0.32 writes them, so that
 its router, Dynamo and others read them.
 
-    engine's thread: stored, removed, cleared … publish ──a queue that never waits──→ a thread: PUB, and ROUTER for what was missed
+    engine's thread: stored, removed, cleared … publish ──a queue that never waits──→ the sender's thread
+    sender's thread: PUB, and ROUTER for what was missed
 
-    PUB      (topic, number, batch)                      number: 8 bytes, big-endian, consecutive; batch: msgpack [time, [events], 0]
-    ROUTER   (client, "", first number)  →  (client, "", topic, number, batch) …, the last with the number -1 and no batch
+    PUB      (topic, number, batch)      number: 8 bytes, big-endian, consecutive
+                                         batch: msgpack [time, [events], 0]
+    ROUTER   (client, "", first number)  →  (client, "", topic, number, batch) …, the last with the number -1
+                                            and no batch
 
 A batch is what one step has changed. One that does not fit into the queue is dropped: its number is then
 missing.

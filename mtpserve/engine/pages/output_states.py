@@ -1,8 +1,9 @@
 """States of recurrent layers where outputs end, so that a conversation's next turn starts there: of each
 request that decodes, the state after its last whole page.
 
-    output   |======|======|==x             last: after the second page, written; next: after the third one, named in each plan whose step
-    states        freed   last   next             may come to it. Once it is written, it is the last one, and the other one is free
+    output   |======|======|==x        last: after the second page, written. next: after the third one, named
+    states        freed   last   next  in each plan whose step may come to it. Once it is written, it is the
+                                       last one, and the other one is free
 
 How many rows a step adds to the state is known on the device alone: it writes what is named when its rows
 come to it, and the host knows afterwards whether they did. While a request runs nobody finds these states;

@@ -1,7 +1,9 @@
 """Pages that outlive the device's pool: which ones are in host memory or on disk, and which are on their way.
 
-    device ──save, before somebody else gets the page──→ host ──spill──→ disk          pages are found by key in all of them
+    device ──save, before somebody else gets the page──→ host ──spill──→ disk
            ←──load, beside the steps────────────────────      ←─fetch──
+
+Pages are found by key in all of them.
 
 It counts; what moves the bytes is runtime/paging. With a disk, pages are written through as they become
 complete, a few with each step, so that what is often used outlives the process, too. In host memory the least

@@ -4,7 +4,7 @@ A graph is a whole step (forward, accept, compact, absorb, draft) for a padded n
 as many rows as the engine verifies. It is fed with seats, wanted depths and numbers of drafts; everything
 else it reads from the seats on the device. The seat that belongs to no request pads it.
 
-    requests   | a | b | c | - |      tier 4             rows of each   | x d1 d2 d3 |    fewer drafts are masked
+    requests   | a | b | c | - |     tier 4            rows of each   | x d1 d2 d3 |   fewer drafts are masked
 
 Prompts have a padded number of rows in all, and a graph is fed with the number of each (prompt_rows.py).
 Launched kernel by kernel, a short prompt took 36 ms on an H100 with 36 layers; a step without takes 4 ms.

@@ -146,7 +146,7 @@ class Recent:
 
     A window of at least WINDOW_S seconds that ends now. Reading it has no effect on other readers.
 
-    samples   | s0 | s1 | s2 | … | now        s0: the youngest that is at least WINDOW_S old, or the first of all
+    samples   | s0 | s1 | s2 | … | now      s0: the youngest that is at least WINDOW_S old, or the first
               └──── the window ────┘
     """
 
