@@ -4,10 +4,10 @@ requests.
 Pure Python over sequences and page counts. It is not the loop (engine.py) and holds no tensor. Two promises
 shape it:
 
-* A request's text depends on the request alone. Its drafts are verified whole or not yet, never trimmed to fit
-  a budget, and one that was preempted goes on from the very token and drafts that it had.
-* The first in order always makes progress: pages run out at the expense of the last, and every decoding request
-  gets its turn within a bounded number of steps.
+* A request's text depends on the request alone. Its drafts are verified whole or not yet, never trimmed to
+  fit a budget, and one that was preempted goes on from the very token and drafts that it had.
+* The first in order always makes progress: pages run out at the expense of the last, and every decoding
+  request gets its turn within a bounded number of steps.
 
 A step may be planned while others are in flight, from what is certain about them: see core/state/request_state.
 `must_wait` says when that is not enough. A request whose end was not read yet gets spans without effect:

@@ -61,21 +61,15 @@ def load(
     device: see shards.py.
     """
     whole = module if whole is None else whole
-    placements, shards = (
-        plan(whole, [WeightSource(checkpoint, rules), *also]),
-        shards_of(whole, module, ranks),
-    )
+    placements = plan(whole, [WeightSource(checkpoint, rules), *also])
+    shards = shards_of(whole, module, ranks)
     _check_dtypes(module, dtype)
     if keep:
         hold_blocks(module, placements, keep, shards)
     targets = parameters(module.to(device))
     clear(targets, shards)
     finisher = Finisher(module, [placement.target for placement in placements])
-    columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with (
-        torch.no_grad(),
-        Progress(*columns, console=Console(stderr=True, quiet=not progress), disable=not progress) as bar,
-    ):
+    with torch.no_grad(), _progress_bar(progress) as bar:
         task = bar.add_task("", total=sum(placement.size for placement in placements))
         mapped = 0
         for _, of_file in groupby(placements, key=lambda p: p.entry.file):
@@ -85,24 +79,22 @@ def load(
                     mapped = 0
                 mapped += placement.size
                 parameter = targets[placement.target]
-                shard = shards[placement.target]
+                shard, zeros = shards[placement.target], targets.get(placement.target + ZEROS)
                 if (scales := targets.get(placement.target + SCALE)) is not None:
-                    _keep(
-                        placement,
-                        shard,
-                        parameter,
-                        scales,
-                        targets.get(placement.target + ZEROS),
-                        check_finite,
-                    )
+                    _keep(placement, shard, parameter, scales, zeros, check_finite)
                 else:
                     _fill(placement, shard, parameter, check_finite)
                 bar.advance(task, placement.size)
-                del parameter, scales
+                del parameter, scales, zeros
                 for done in finisher.filled(placement.target):  # their memory may be given back now
                     targets = {name: tensor for name, tensor in targets.items() if not inside(name, done)}
             placement.checkpoint.close()
     finisher.rest()
+
+
+def _progress_bar(shown: bool) -> Progress:
+    columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    return Progress(*columns, console=Console(stderr=True, quiet=not shown), disable=not shown)
 
 
 def _fill(placement: Placement, shard: Shard, parameter: Tensor, check_finite: bool) -> None:

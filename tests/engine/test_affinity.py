@@ -9,7 +9,8 @@ import pytest
 from mtpserve.core.errors import ShuttingDown
 from mtpserve.core.request import TokenEvent, TokenLogprob
 from mtpserve.engine.process import replicas
-from mtpserve.engine.process.replicas import BLOCK, Affinity, Progress
+from mtpserve.engine.process.affinity import BLOCK, Affinity
+from mtpserve.engine.process.replicas import Progress
 from tests.engine.test_replicas import Bench, asked, impatient, run, settle
 
 __all__ = ["impatient"]  # a fixture

@@ -16,8 +16,9 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.startup import drafter
 from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.draft_model import drafts_itself
 from mtpserve.engine.startup.drafter import planned
-from mtpserve.engine.startup.planning import Plan, drafts_itself
+from mtpserve.engine.startup.planning import Plan
 from mtpserve.tools.inspect.checkpoint import inspect_model
 from tests.models.checkpoints import Tiny, deepseek, llama, mimo, write, write_nextn
 from tests.models.test_families import WITH_MTP, Make

@@ -12,8 +12,8 @@ from mtpserve.core.errors import EngineBusy, EngineDead, LoadError, QueueFull, R
 from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.request import EngineStats, Finish, ModelCard, Request, SpecChange, SpecReport, StepCosts, TokenEvent
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.process import replicas
-from mtpserve.engine.process.replicas import BLOCK, LOST, Replicas
+from mtpserve.engine.process import affinity, replicas
+from mtpserve.engine.process.replicas import LOST, Replicas
 from mtpserve.engine.process.totals import total
 
 DEADLY = 666  # a prompt with this token kills its engine
@@ -277,7 +277,7 @@ def test_a_request_that_kills_engines_is_given_up() -> None:
 
 def test_requests_go_where_their_beginning_is() -> None:
     async def work(bench: Bench) -> None:
-        beginnings = [[i] * (3 * BLOCK) for i in range(4)]
+        beginnings = [[i] * (3 * affinity.BLOCK) for i in range(4)]
         release = await bench.hold([asked(f"first {i}", prompt=beginning) for i, beginning in enumerate(beginnings)])
         await release()
         assert sorted(bench.where(f"first {i}") for i in range(4)) == [[0], [0], [1], [1]]
@@ -297,7 +297,7 @@ def test_load_outweighs_beginnings() -> None:
     """Of 24 requests with one beginning the other engine gets nearly half."""
 
     async def work(bench: Bench) -> None:
-        release = await bench.hold([asked(f"r{i}", prompt=[1] * (2 * BLOCK)) for i in range(24)])
+        release = await bench.hold([asked(f"r{i}", prompt=[1] * (2 * affinity.BLOCK)) for i in range(24)])
         assert 8 <= len(bench.now(0).served) <= 16
         await release()
 
@@ -307,7 +307,7 @@ def test_load_outweighs_beginnings() -> None:
 def test_full_engines_are_passed_over_and_capacity_is_that_of_all() -> None:
     async def work(bench: Bench) -> None:
         assert bench.replicas.card.capacity == 4 and bench.replicas.card.context_length == 4096
-        release = await bench.hold([asked(f"r{i}", prompt=[1] * (2 * BLOCK)) for i in range(4)])
+        release = await bench.hold([asked(f"r{i}", prompt=[1] * (2 * affinity.BLOCK)) for i in range(4)])
         assert len(bench.now(0).served) == 2
         with pytest.raises(QueueFull, match="4 requests run and wait"):
             await bench.ask(asked("fifth"))

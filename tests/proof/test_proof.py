@@ -16,7 +16,8 @@ from mtpserve.core.errors import ConfigError
 from mtpserve.llm import Completion
 from mtpserve.spec.verify import accept as accept_module
 from mtpserve.tools.prove import prove as command
-from mtpserve.tools.prove.proof import Divergence, Excuse, LawTest, Proof, ProofStage, divergence, prove, two_sample
+from mtpserve.tools.prove.divergence import Divergence, LawTest, divergence, two_sample
+from mtpserve.tools.prove.proof import Excuse, Proof, ProofStage, prove
 from mtpserve.tools.prove.proof_progress import ProofProgress
 from mtpserve.tools.prove.prove import next_steps
 from mtpserve.tools.prove.rounding import Rounding, Share

@@ -23,7 +23,7 @@ from mtpserve.layers.moe import MoE
 from mtpserve.runtime.parallel.expert_load import ExpertLoad
 from mtpserve.runtime.parallel.placement import ExpertPlacement
 from mtpserve.runtime.parallel.rounds import Rounds
-from mtpserve.tools.prove.proof import two_sample
+from mtpserve.tools.prove.divergence import two_sample
 from tests import selection
 from tests.engine.peers import Table, ThreadPeers, together
 from tests.tiny import CPU, built, filled, finished, prompts, run, tiny_arch, tiny_engine, tiny_model

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence as Seq
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,6 @@ from random import Random, SystemRandom
 from time import monotonic
 from typing import Literal, Protocol
 
-from mtpserve.cache.keys import Key, extend, root
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
 from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.protocols.clients import RequestClient
@@ -36,12 +34,11 @@ from mtpserve.core.request import (
     SpecReport,
     TokenEvent,
 )
+from mtpserve.engine.process.affinity import Affinity
 from mtpserve.engine.process.totals import counters, total
 
 log = logging.getLogger(__name__)
 
-BLOCK = 64  # tokens of a prompt that are remembered together
-REMEMBERED = 1 << 16  # blocks
 # an engine has much more to do with so many requests more than another, and so many times as many
 SLACK, MORE = 2, 1.5
 LOST = 3  # engines that a request may lose
@@ -111,41 +108,6 @@ class Progress:
             self.scored += len(event.prompt_logprobs or ())
 
 
-class Affinity:
-    """Which engine has computed the beginnings of which prompts, as far as it is remembered."""
-
-    def __init__(self) -> None:
-        self._owner: OrderedDict[Key, int] = OrderedDict()
-
-    def keys(self, request: Request) -> list[Key]:
-        keys: list[Key] = []
-        extend(keys, root(b"", request.salt), request.prompt, len(request.prompt), BLOCK)
-        return keys
-
-    def find(self, keys: Seq[Key]) -> int | None:
-        """The engine with the longest beginning."""
-        engine_number = None
-        for key in keys:
-            owner = self._owner.get(key)
-            if owner is None:
-                break
-            engine_number = owner
-        return engine_number
-
-    def remember(self, keys: Seq[Key], number: int) -> None:
-        for key in keys:
-            self._owner[key] = number
-            self._owner.move_to_end(key)
-        while len(self._owner) > REMEMBERED:
-            self._owner.popitem(last=False)
-
-    def forget(self, number: int | None = None) -> None:
-        """What an engine had, or all of them."""
-        self._owner = OrderedDict(
-            (key, owner) for key, owner in self._owner.items() if number is not None and owner != number
-        )
-
-
 class Replicas:
     """`card` exists after `start()`. `make(number, restarts)` gives an engine that was not started;
     `restarts`: how often each is started again after it has died; `seed`: from which requests without one get
@@ -168,7 +130,7 @@ class Replicas:
         self._replicas = [Replica(number, self._made(number, 0)) for number in range(count)]
         self._affinity = Affinity()
         self._open: dict[str, Replica | None] = {}  # None: it waits for an engine
-        self._aborted: set[str] = set()  # of those that wait
+        self._aborted: set[str] = set()  # requests that wait
         # set, and made anew, when an engine has come up or a request has ended
         self._changed = asyncio.Event()
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()

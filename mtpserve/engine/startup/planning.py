@@ -7,12 +7,10 @@ import logging
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
-from typing import cast
 
 import torch
 
-from mtpserve.config import EngineConfig, SpecConfig
-from mtpserve.config.drafters import DRAFTERS
+from mtpserve.config import EngineConfig
 from mtpserve.config.options import USUAL_PAGE
 from mtpserve.core.arch.model import ModelArch, page_groups, tokens_of_entries
 from mtpserve.core.arch.sharding import one_rank
@@ -20,9 +18,9 @@ from mtpserve.core.errors import ConfigError, UnsupportedModel
 from mtpserve.core.protocols.parallel import ALONE, PlannedRank, Ranks, SpreadExperts, share
 from mtpserve.engine.parallel.spread import spread_of, with_ranks
 from mtpserve.engine.startup.compute import device_of, dtype_of, kernels_of
+from mtpserve.engine.startup.draft_model import drafts_itself, head_of, mtp_count
 from mtpserve.engine.startup.storage import Storage, int8_of, storage_of
-from mtpserve.engine.startup.vocabulary import require_same_tokens
-from mtpserve.heads.head import Head, HeadSource
+from mtpserve.heads.head import Head
 from mtpserve.heads.kinds import require_kind
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS, Kernels
@@ -151,34 +149,6 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     )
 
 
-def head_of(config: EngineConfig, trunk: ModelArch) -> Head | None:
-    """The draft model that --speculative-draft-model-path names, where it is no MTP layer."""
-    spec = config.spec
-    if spec.drafter is None or spec.speculative_draft_model_path is None or drafts_itself(spec):
-        return None
-    source, directory = cast(HeadSource, DRAFTERS.get(spec.drafter)), Path(spec.speculative_draft_model_path)
-    head = source.open(directory, config, trunk)
-    if head.vocab is not None:
-        require_same_tokens(config.model, directory, trunk.vocab, head.vocab)
-    return head
-
-
-def mtp_count(config: EngineConfig, family: Family, layout: MTPLayout | None) -> int:
-    """MTP layers that are to be loaded: where each depth has one, those of the depths that are drafted.
-    `layout` None: they are apart."""
-    there, steps = 1 if layout is None else layout.count, config.spec.steps
-    if not family.modules:
-        if layout is not None and there > 1:
-            raise UnsupportedModel(
-                f"{config.model.directory}: {there} MTP layers ({', '.join(layout.prefixes)}); supported: 1"
-            )
-        return 1
-    if steps > there and config.spec.depth_told:
-        have = f"{config.model.directory} has {there} MTP layers, one for each depth"
-        raise ConfigError(f"--speculative-num-steps must be at most {there}, got {steps}: {have}")
-    return max(min(steps, there), 1)
-
-
 def deep_as_layers(config: EngineConfig, arch: ModelArch) -> EngineConfig:
     """No deeper than the model has MTP layers, where each depth has one and nobody asked for a depth."""
     if (
@@ -189,13 +159,6 @@ def deep_as_layers(config: EngineConfig, arch: ModelArch) -> EngineConfig:
     ):
         return config
     return replace(config, spec=replace(config.spec, speculative_num_steps=arch.mtp.layers))
-
-
-def drafts_itself(spec: SpecConfig) -> bool:
-    """The checkpoint's own MTP layer is needed, or one that was published apart in the same layout."""
-    return spec.drafter is not None and DRAFTERS.get(spec.drafter).in_checkpoint(
-        spec.speculative_draft_model_path
-    )
 
 
 def paged(config: EngineConfig, arch: ModelArch) -> EngineConfig:

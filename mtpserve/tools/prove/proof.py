@@ -29,7 +29,6 @@ ordinary mode alone, the others.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,16 +42,16 @@ from mtpserve.core.sampling import MAX_LOGPROBS, GrammarSpec, SamplingParams
 from mtpserve.engine.startup.compute import is_exact
 from mtpserve.engine.startup.planning import plan
 from mtpserve.llm import LLM, Completion, engine_config
-from mtpserve.tools.prove.rounding import (
-    CHANCE,
-    Asked,
-    Rounding,
-    Share,
-    completed,
-    prefers_another,
-    rounding_of,
-    scores,
+from mtpserve.tools.prove.divergence import (
+    DRAWN,
+    Divergence,
+    LawTest,
+    divergence,
+    divergence_at,
+    drawn,
+    two_sample,
 )
+from mtpserve.tools.prove.rounding import Asked, Rounding, Share, completed, rounding_of, scores
 
 PROMPTS = (
     "import os\n\ndef read_lines(path):",
@@ -64,8 +63,6 @@ PROMPTS = (
     "for key, value in sorted(",
     "Q: What is the capital of France?\nA:",
 )
-DRAWN = 3  # tokens whose joint counts are compared
-RARE = 5  # an outcome with fewer draws in both runs together is counted with the other rare ones
 MORE = 64  # tokens sampled after each built-in prompt, where rounding is measured
 AGAIN = 64  # requests with differing texts that are computed again in exact mode, at most
 
@@ -78,40 +75,6 @@ SCORED, OTHER_FORMAT = (
 EXACT = "exact mode, plain decoding", "exact mode, with drafts"
 
 Results = dict[str, list[Completion]]  # greedy, one for each prompt; and of each feature, one for each seed
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """A place where a greedy text is not plain decoding's, and plain decoding's log-probabilities of the two
-    tokens there."""
-
-    prompt: int
-    place: int
-    plain: int
-    speculative: int
-    plain_logprob: float
-    speculative_logprob: float | None  # None: not among the likeliest
-
-    @property
-    def gap(self) -> float:
-        return (
-            float("inf")
-            if self.speculative_logprob is None
-            else self.plain_logprob - self.speculative_logprob
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LawTest:
-    feature: str
-    draws: int
-    p_value: float
-    same_text: float | None  # share of seeds whose text is the same; None where it need not be
-
-    @property
-    def holds(self) -> bool:
-        """The law alone; whether other texts are rounding is asked of all features together."""
-        return self.p_value > CHANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,13 +321,7 @@ def excuse(
     stages.load()
     rounding = rounding_of(without, planned, scored, texts, requests, first, stages.done)
     proof.tie = rounding.bound
-    answer_scores = [score[len(prompt) - 1 :] for score, prompt in zip(scored, work.prompts, strict=False)]
-    lost = [
-        divergence_at(i, place, *pair)
-        for i in range(len(spoken))
-        for place, pair in enumerate(zip(answer_scores[i], spoken[i], strict=False))
-    ]
-    changed = [mismatch for mismatch in lost if mismatch is not None]
+    changed = lost_places(work.prompts, spoken, scored)
     proof.divergences += [
         mismatch for mismatch in changed if mismatch.place > starts.get(mismatch.prompt, -1)
     ]
@@ -375,6 +332,19 @@ def excuse(
         texts=Share(sum(a != b for a, b in zip(first, second, strict=True)), len(requests)),
         exact=differing_in_exact_mode(options, without, differing, stages),
     )
+
+
+def lost_places(
+    prompts: Sequence[list[int]], spoken: Sequence[list[int]], scored: Sequence[list[TokenLogprob]]
+) -> list[Divergence]:
+    """Returns the places of greedy texts at which plain decoding, over the same text, prefers another token.
+    `scored`: plain decoding's, of each prompt with its text."""
+    places = []
+    for number, (prompt, text, score) in enumerate(zip(prompts, spoken, scored, strict=False)):
+        for place, pair in enumerate(zip(score[len(prompt) - 1 :], text, strict=False)):
+            if (mismatch := divergence_at(number, place, *pair)) is not None:
+                places.append(mismatch)
+    return places
 
 
 def differing_in_exact_mode(
@@ -429,50 +399,3 @@ class Work:
             for (what, _), completion in zip(part, done, strict=True):
                 results.setdefault(what, []).append(completion)
         return results
-
-
-def drawn(completions: list[Completion]) -> list[tuple[int, ...]]:
-    return [tuple(completion.tokens[:DRAWN]) for completion in completions]
-
-
-def divergence(number: int, plain: Completion, other: Completion) -> Divergence | None:
-    """The first, judged by plain decoding's own log-probabilities."""
-    for place, (one, two) in enumerate(zip(plain.tokens, other.tokens, strict=False)):
-        if one != two:
-            score = plain.logprobs[place] if plain.logprobs is not None else None
-            top = dict(score.top) if score is not None else {}
-            return Divergence(
-                number, place, one, two, score.logprob if score is not None else 0.0, top.get(two)
-            )
-    if len(plain.tokens) != len(other.tokens):
-        return Divergence(number, min(len(plain.tokens), len(other.tokens)), -1, -1, 0.0, None)
-    return None
-
-
-def divergence_at(number: int, place: int, score: TokenLogprob, token: int) -> Divergence | None:
-    """Where plain decoding, over the same text, prefers another token to the text's."""
-    if not prefers_another(score, token):
-        return None
-    best, logprob = score.top[0]
-    return Divergence(number, place, best, token, logprob, dict(score.top).get(token))
-
-
-def two_sample(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:
-    """The probability of counts that differ at least so much, if both come from one law (chi-square)."""
-    import torch
-
-    first, second = Counter(one), Counter(other)
-    common = [text for text in first | second if first[text] + second[text] >= RARE]
-    table = torch.tensor(
-        [
-            [counts[text] for text in common] + [sum(counts.values()) - sum(counts[t] for t in common)]
-            for counts in (first, second)
-        ]
-    )
-    table = table[:, table.sum(0) > 0].double()
-    if table.shape[1] < 2:
-        return 1.0
-    wanted = table.sum(1, keepdim=True) * table.sum(0) / table.sum()
-    statistic = ((table - wanted) ** 2 / wanted).sum()
-    freedom = torch.tensor((table.shape[1] - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))

@@ -15,7 +15,8 @@ from mtpserve.config import ENGINE_SECTIONS
 from mtpserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mtpserve.tools.prove.proof import Divergence, Excuse, Proof
+    from mtpserve.tools.prove.divergence import Divergence
+    from mtpserve.tools.prove.proof import Excuse, Proof
 
 TOKENS, DRAWS = 64, 300
 SHOWN = 8  # divergences

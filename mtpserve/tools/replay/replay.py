@@ -11,7 +11,8 @@ from mtpserve.core.plan import SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols.runner import Launched, ModelRunner
 from mtpserve.core.request import TokenLogprob
 from mtpserve.engine.startup.build import build_engine
-from mtpserve.engine.startup.planning import describe, drafts_itself, plan
+from mtpserve.engine.startup.draft_model import drafts_itself
+from mtpserve.engine.startup.planning import describe, plan
 from mtpserve.engine.startup.recording import Header, Recording, StepPlanned, StepRaised, StepRead, header_of
 
 # between log-probabilities that count as the same: threads and hardware change their last digits

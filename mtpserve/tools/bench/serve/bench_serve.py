@@ -19,14 +19,14 @@ from mtpserve.tools.bench.dataset.asked import Questions
 from mtpserve.tools.bench.dataset.datasets import questions_of
 from mtpserve.tools.bench.dataset.tokenizing import BenchTokenizer, tokenizer_at
 from mtpserve.tools.bench.serve.bench_peers import refuse_unknown
-from mtpserve.tools.bench.serve.bench_serve_options import LOADS, ServeBench, bench_of, parser
+from mtpserve.tools.bench.serve.bench_serve_options import ServeBench, bench_of, parser
 from mtpserve.tools.bench.serve.client import Client
 from mtpserve.tools.bench.serve.plot import check_plot, plot
 from mtpserve.tools.bench.serve.results import as_json, details, folder, writable, write
 from mtpserve.tools.bench.serve.run import Load, RawRun, measure
 from mtpserve.tools.bench.serve.show import progress, show, show_sweep
 from mtpserve.tools.bench.serve.summary import Summary, summarise
-from mtpserve.tools.bench.serve.sweep import Point
+from mtpserve.tools.bench.serve.sweep import LOADS, Point
 
 __all__ = ["parser", "run"]
 

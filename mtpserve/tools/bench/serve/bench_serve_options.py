@@ -9,6 +9,7 @@ import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from mtpserve.cli.parser import Parser
@@ -19,10 +20,10 @@ from mtpserve.tools.bench.dataset.datasets import DATASETS
 from mtpserve.tools.bench.serve.bench_peers import CHAT, COMPLETIONS, NATIVE, PORT, VLLM_PORT
 from mtpserve.tools.bench.serve.client import Target
 from mtpserve.tools.bench.serve.show import NAMES
-from mtpserve.tools.bench.serve.summary import PERCENTILES, SummaryOptions
+from mtpserve.tools.bench.serve.summary import SummaryOptions, goodput_of, percentiles_of
+from mtpserve.tools.bench.serve.sweep import sweep_of
 
 SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-LOADS = {"max-concurrency": "requests at once", "request-rate": "requests per second"}
 DEFAULTS = DatasetOptions()
 
 
@@ -89,19 +90,23 @@ def of_server(arg_parser: Parser) -> None:
     )
 
 
+def add_number(
+    group: Any, *names: str, help: str, default: int | None = None, shown: str | None = None
+) -> None:
+    said = shown if shown is not None else f"(default: {default})" if default is not None else ""
+    group.add_argument(
+        *(f"--{name}" for name in names),
+        metavar="N",
+        type=int,
+        default=default,
+        help=f"{help} {said}".strip(),
+    )
+
+
 def of_dataset(arg_parser: Parser) -> None:
     group = arg_parser.add_argument_group("what is asked (lengths in tokens)")
 
-    def number(*names: str, help: str, default: int | None = None, shown: str | None = None) -> None:
-        said = shown if shown is not None else f"(default: {default})" if default is not None else ""
-        group.add_argument(
-            *(f"--{name}" for name in names),
-            metavar="N",
-            type=int,
-            default=default,
-            help=f"{help} {said}".strip(),
-        )
-
+    number = partial(add_number, group)
     names = (*DATASETS, "spec_bench", "gsp")
     group.add_argument(
         "--dataset-name",
@@ -145,6 +150,12 @@ def of_dataset(arg_parser: Parser) -> None:
     group.add_argument(
         "--random-range-ratio", metavar="X", type=float, help=f"{ratio}; otherwise all are of one length"
     )
+    add_lengths(group)
+
+
+def add_lengths(group: Any) -> None:
+    """The lengths and turns of each kind of dataset."""
+    number = partial(add_number, group)
     number("sharegpt-output-len", help="of answers (default: as long as those in the file)")
     number("sharegpt-context-len", help="longer conversations are cut or left out")
     number("custom-output-len", help="of answers, instead of the file's output_tokens (default there: 256)")
@@ -385,63 +396,6 @@ def dataset_of(options: Namespace) -> DatasetOptions:
         "random_range_ratio": ratio,
     }
     return DatasetOptions(**values | more | {"random_output_len": output})
-
-
-def sweep_of(options: Namespace) -> tuple[str | None, tuple[float, ...]]:
-    if options.sweep is None:
-        return None, (math.nan,)
-    name, equals, values = options.sweep.partition("=")
-    name, allowed = name.strip().replace("_", "-"), " or ".join(f"{load_name}=X,X,..." for load_name in LOADS)
-    check(name in LOADS and bool(equals), "sweep", options.sweep, allowed)
-    try:
-        loads = tuple(float(value) for value in values.split(","))
-    except ValueError:
-        loads = ()
-    whole = name == "request-rate" or all(load == int(load) for load in loads if math.isfinite(load))
-    good = (
-        bool(loads)
-        and whole
-        and all(load > 0 and (name == "request-rate" or load < math.inf) for load in loads)
-    )
-    check(
-        good,
-        "sweep",
-        options.sweep,
-        f"{allowed}, with {'whole ' if name == 'max-concurrency' else ''}numbers above 0",
-    )
-    if getattr(options, name.replace("-", "_")) not in (None, math.inf):
-        raise ConfigError(f"--{name} is what --sweep {options.sweep} varies: give one of them")
-    return name, loads
-
-
-def percentiles_of(text: str) -> tuple[float, ...]:
-    try:
-        percentiles = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        percentiles = (-1.0,)
-    check(
-        all(0 <= percentile <= 100 for percentile in percentiles),
-        "metric_percentiles",
-        text,
-        "numbers from 0 to 100 with commas between them",
-    )
-    return percentiles or PERCENTILES
-
-
-def goodput_of(entries: Sequence[str]) -> dict[str, float]:
-    """Seconds by name."""
-    limits = {}
-    for entry in entries:
-        name, _, value = entry.partition(":")
-        try:
-            limit = float(value)
-        except ValueError:
-            limit = -1.0
-        check(
-            name in ("ttft", "tpot", "e2el") and limit >= 0, "goodput", entry, "ttft:MS, tpot:MS or e2el:MS"
-        )
-        limits[name] = limit / 1000
-    return limits
 
 
 def pairs(name: str, entries: Sequence[str]) -> dict[str, str]:

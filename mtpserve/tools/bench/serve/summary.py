@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mtpserve.config.options import check
 from mtpserve.tools.bench.serve.measured import Measured
 from mtpserve.tools.bench.serve.run import RawRun
 
@@ -267,3 +268,34 @@ def summarise(run: RawRun, options: SummaryOptions) -> Summary:
         categories=categories_of(good, options.percentiles),
         client_load=run.client_cpu / run.seconds if run.seconds else 0.0,
     )
+
+
+def percentiles_of(text: str) -> tuple[float, ...]:
+    """Returns percentiles, in [0, 100]. Raises ConfigError."""
+    try:
+        percentiles = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        percentiles = (-1.0,)
+    check(
+        all(0 <= percentile <= 100 for percentile in percentiles),
+        "metric_percentiles",
+        text,
+        "numbers from 0 to 100 with commas between them",
+    )
+    return percentiles or PERCENTILES
+
+
+def goodput_of(entries: Sequence[str]) -> dict[str, float]:
+    """Returns the limit of each latency in seconds. Raises ConfigError."""
+    limits = {}
+    for entry in entries:
+        name, _, value = entry.partition(":")
+        try:
+            limit = float(value)
+        except ValueError:
+            limit = -1.0
+        check(
+            name in ("ttft", "tpot", "e2el") and limit >= 0, "goodput", entry, "ttft:MS, tpot:MS or e2el:MS"
+        )
+        limits[name] = limit / 1000
+    return limits

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mtpserve.config.options import check
+from mtpserve.core.errors import ConfigError
 from mtpserve.tools.bench.exported import ServerCounters
 from mtpserve.tools.bench.serve.measured import Measured
 from mtpserve.tools.bench.serve.summary import Summary
+
+LOADS = {"max-concurrency": "requests at once", "request-rate": "requests per second"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +44,32 @@ def knee(points: Sequence[Point]) -> int | None:
     if len(points) < 3 or not max(powers):
         return None
     return max(range(len(points)), key=lambda i: powers[i])
+
+
+def sweep_of(options: Namespace) -> tuple[str | None, tuple[float, ...]]:
+    """Returns the option that --sweep varies, and its values; None and one NaN without a sweep. Raises
+    ConfigError."""
+    if options.sweep is None:
+        return None, (math.nan,)
+    name, equals, values = options.sweep.partition("=")
+    name, allowed = name.strip().replace("_", "-"), " or ".join(f"{load_name}=X,X,..." for load_name in LOADS)
+    check(name in LOADS and bool(equals), "sweep", options.sweep, allowed)
+    try:
+        loads = tuple(float(value) for value in values.split(","))
+    except ValueError:
+        loads = ()
+    whole = name == "request-rate" or all(load == int(load) for load in loads if math.isfinite(load))
+    good = (
+        bool(loads)
+        and whole
+        and all(load > 0 and (name == "request-rate" or load < math.inf) for load in loads)
+    )
+    check(
+        good,
+        "sweep",
+        options.sweep,
+        f"{allowed}, with {'whole ' if name == 'max-concurrency' else ''}numbers above 0",
+    )
+    if getattr(options, name.replace("-", "_")) not in (None, math.inf):
+        raise ConfigError(f"--{name} is what --sweep {options.sweep} varies: give one of them")
+    return name, loads

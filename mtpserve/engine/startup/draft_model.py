@@ -1,0 +1,98 @@
+"""The draft model that the options name: how many MTP layers it has, or a checkpoint of its own, which must
+mean the same tokens by the same numbers."""
+
+from __future__ import annotations
+
+import logging
+from hashlib import blake2b
+from pathlib import Path
+from typing import cast
+
+from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
+from mtpserve.config.drafters import DRAFTERS
+from mtpserve.core.arch.model import ModelArch
+from mtpserve.core.errors import ConfigError, UnsupportedModel
+from mtpserve.core.gguf import SUFFIX
+from mtpserve.heads.head import Head, HeadSource
+from mtpserve.models.family import Family
+from mtpserve.weights.checkpoint.layouts import MTPLayout
+
+log = logging.getLogger(__name__)
+
+
+def drafts_itself(spec: SpecConfig) -> bool:
+    """True if the model drafts with an MTP layer: the checkpoint's own, or one in the same layout that was
+    published apart."""
+    return spec.drafter is not None and DRAFTERS.get(spec.drafter).in_checkpoint(
+        spec.speculative_draft_model_path
+    )
+
+
+def mtp_count(config: EngineConfig, family: Family, layout: MTPLayout | None) -> int:
+    """Returns the number of MTP layers to load: where each depth has one, those of the drafted depths.
+    `layout` None: they are published apart. Raises UnsupportedModel and ConfigError."""
+    there, steps = 1 if layout is None else layout.count, config.spec.steps
+    if not family.modules:
+        if layout is not None and there > 1:
+            raise UnsupportedModel(
+                f"{config.model.directory}: {there} MTP layers ({', '.join(layout.prefixes)}); supported: 1"
+            )
+        return 1
+    if steps > there and config.spec.depth_told:
+        have = f"{config.model.directory} has {there} MTP layers, one for each depth"
+        raise ConfigError(f"--speculative-num-steps must be at most {there}, got {steps}: {have}")
+    return max(min(steps, there), 1)
+
+
+def head_of(config: EngineConfig, trunk: ModelArch) -> Head | None:
+    """Opens the draft model that --speculative-draft-model-path names. Returns None if it names none, or
+    an MTP layer. Raises LoadError and ConfigError."""
+    spec = config.spec
+    if spec.drafter is None or spec.speculative_draft_model_path is None or drafts_itself(spec):
+        return None
+    source, directory = cast(HeadSource, DRAFTERS.get(spec.drafter)), Path(spec.speculative_draft_model_path)
+    head = source.open(directory, config, trunk)
+    if head.vocab is not None:
+        require_same_tokens(config.model, directory, trunk.vocab, head.vocab)
+    return head
+
+
+def require_same_tokens(model: ModelConfig, draft: Path, vocab: int, drafted: int) -> None:
+    """`vocab`, `drafted`: the sizes of their embeddings, which may differ by padding. Raises ConfigError
+    naming the first token that differs."""
+    readable = draft.suffix == SUFFIX or (draft / "tokenizer.json").is_file()
+    if model.numbers_for_text or not readable:
+        if drafted != vocab:
+            why = "no text is read" if model.numbers_for_text else f"{draft} has no tokenizer.json"
+            sizes = f"vocab_size is {drafted}, and the model's is {vocab}"
+            raise ConfigError(
+                f"--speculative-draft-model-path: {draft}: {sizes}; whether that is padding cannot "
+                f"be seen, since {why}"
+            )
+        if not readable:
+            log.warning(
+                "%s has no tokenizer.json: that its tokens are the model's is taken for granted", draft
+            )
+        return
+    # Not at the top: it takes a second to import.
+    from mtpserve.text.tokenizer import Tokenizer, tokenizer_of
+
+    ours, theirs = tokenizer_of(model), Tokenizer(draft)
+    vocab_size, digests = max(vocab, drafted), []
+    for tokenizer in (ours, theirs):
+        digest = blake2b(digest_size=16)
+        for token in range(vocab_size):
+            digest.update(tokenizer.token_bytes(token) + b"\0")
+        digests.append(digest.digest())
+    if digests[0] == digests[1]:
+        return
+    first = next(
+        (token for token in range(vocab_size) if ours.token_bytes(token) != theirs.token_bytes(token)), 0
+    )
+    differs = (
+        f"token {first} is {ours.token_text(first)!r} to the model and {theirs.token_text(first)!r} to "
+        f"{draft}"
+    )
+    raise ConfigError(
+        f"--speculative-draft-model-path: the draft model needs the model's tokenizer: {differs}"
+    )
