@@ -39,7 +39,7 @@ class EngineHealth(Rendered):
     engine: int
     state: Literal["starting", "up", "dead"]
     restarts: int
-    reason: str | None  # of its last death
+    reason: str | None  # why its last process died
     ranks: int  # processes that compute its model together
 
 
@@ -74,7 +74,7 @@ class ModelList(Rendered):
 
 
 class AnthropicModel(Rendered):
-    """For requests with the header anthropic-version."""
+    """A model as Anthropic's API lists it, for requests with the header anthropic-version."""
 
     type: Literal["model"]
     id: str

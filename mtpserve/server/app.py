@@ -105,13 +105,13 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("GET", ("/load",), about.load, (about.ServerLoad,)),  # vLLM's
     ("POST", ("/invocations",), invocations, (CompletionObject, ChatObject)),
 )
-# Of models that give vectors; they are not described.
+# Routes of models that give vectors; they are not described.
 VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling")
 
 TAKEN = [
     get_type_hints(endpoint)["body"] for _, _, endpoint, _ in ROUTES if "body" in endpoint.__annotations__
 ]
-BODIES = [(get_args(body) or (body,))[0] for body in TAKEN]  # of one that may be left out the class
+BODIES = [(get_args(body) or (body,))[0] for body in TAKEN]  # the class alone where the body may be left out
 JSON_ANSWERS = [answer if isinstance(answer, tuple) else () for *_, answer in ROUTES]
 (*SCHEMAS, ERROR, ANTHROPIC_ERROR), COMPONENTS = described([*JSON_ANSWERS, (ErrorAnswer,), (AnthropicError,)])
 STREAMING = (completions, chat, generate, messages, responses.create, invocations)

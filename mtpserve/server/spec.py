@@ -71,8 +71,8 @@ async def show_spec(service: Served) -> Response:
 
 
 async def set_spec(service: Served, body: SpecBody) -> Response:
-    """Whether depths are chosen, and how deep they may be, from the next step on; `reset` forgets what was
-    learned of acceptance."""
+    """Sets whether depths are chosen, and how deep they may be, from the next step on. `reset` forgets the
+    learned acceptance."""
     service.check_alive()
     if body == SpecBody():
         raise InvalidRequest("give adaptive, num_steps or reset", "adaptive")

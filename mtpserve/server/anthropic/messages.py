@@ -171,7 +171,7 @@ class MessageAnswer:
         ]
 
     def _begun(self, start: MessageObject) -> MessageObject:
-        """With what is known once the first token has come: how much of the prompt was cached."""
+        """Returns `start` with the usage that the first token brings: how much of the prompt was cached."""
         return structs.replace(start, usage=structs.replace(self.object().usage, output_tokens=0))
 
     def grown(self, index: int, text: str) -> Iterator[MessageEvent]:

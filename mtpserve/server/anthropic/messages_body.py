@@ -145,7 +145,7 @@ class ToolDefinition(Strict):
     strict: bool | None = None
 
     def function(self, place: str) -> dict[str, Any]:
-        """As OpenAI's."""
+        """Returns the tool in OpenAI's form. Raises InvalidRequest."""
         if self.input_schema is None:
             raise InvalidRequest(f"{place}.input_schema: field required", f"{place}.input_schema")
         fields = {
@@ -167,7 +167,7 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
     def chosen(self) -> str | dict[str, Any]:
-        """As OpenAI's."""
+        """Returns the choice in OpenAI's form. Raises InvalidRequest."""
         if self.type != "tool":
             return CHOICES[self.type]
         if self.name is None:
@@ -243,7 +243,7 @@ class CountRequest(Strict):
         )
 
     def _form(self) -> dict[str, Any] | None:
-        """As OpenAI's response_format."""
+        """Returns the output's form as OpenAI's response_format, or None. Raises InvalidRequest."""
         new = None if self.output_config is None else self.output_config.format
         if new is not None and self.output_format is not None:
             raise InvalidRequest(

@@ -151,7 +151,7 @@ class GenerationRequest(SamplingFields, TransferFields):
 
     @property
     def keeps_first(self) -> bool:
-        """Of a prompt that is truncated."""
+        """True if truncation keeps the prompt's first tokens."""
         return self.truncation_side == "right"
 
     @property
@@ -313,7 +313,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ReasoningOptions(Strict):
-    """As SGLang and OpenRouter take it beside `reasoning_effort`, which goes before it."""
+    """`reasoning` in SGLang's and OpenRouter's form. It goes before `reasoning_effort`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -323,7 +323,7 @@ class ReasoningOptions(Strict):
 
 
 class ThinkingSwitch(Strict):
-    """As DeepSeek's and GLM's own APIs have it; `reasoning` and `reasoning_effort` go before it."""
+    """`thinking` in DeepSeek's and GLM's form; `reasoning` and `reasoning_effort` go before it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 

@@ -159,7 +159,7 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MES
 
 
 def called(call: MessageToolCall, place: str) -> dict[str, Any]:
-    """With the arguments as an object, which is how templates take them."""
+    """Returns the call for a template, with the arguments as an object. Raises InvalidRequest."""
     if call.type != "function":
         raise InvalidRequest(
             f"{place}.type {call.type[:50]!r} is not supported; function is", f"{place}.type"
@@ -207,7 +207,7 @@ def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def size_of(messages: Sequence[dict[str, Any]]) -> int:
-    """In characters, of what may be long."""
+    """Returns the characters of all long texts: contents, reasoning and arguments. Raises InvalidRequest."""
     calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", [])]
     try:
         written = sum(len(json.dumps(arguments)) for arguments in calls)

@@ -73,8 +73,8 @@ def shown(option: str, name: str | None) -> str:
 
 
 def calls_format(family: str | None, tokenizer: Tokenizer) -> str | None:
-    """As the template renders a call, if it does. Otherwise the family's, if the vocabulary has the token
-    with which its calls begin."""
+    """Returns the format in which the template renders a call. Otherwise returns the family's format, if the
+    vocabulary has the token with which its calls begin."""
     texts = [rendered(tokenizer, kind.suited([USER, *calling(VALUE)], "")) for kind in KINDS]
     written = [text for text in texts if NAME in text]
     if written:

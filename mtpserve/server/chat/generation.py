@@ -29,7 +29,7 @@ from mtpserve.text.parsers.reasoning import ReasoningCount
 from mtpserve.text.requests import Spelling, request_of
 from mtpserve.text.tokenizer import Tokenizer
 
-MERGED_STEPS = 16  # of several choices, waiting to be written
+MERGED_STEPS = 16  # steps of several choices that may wait to be written
 Added = list[tuple[int, str]]  # what a step adds: a block's index, which may be that of a new one, and text
 
 
@@ -99,11 +99,11 @@ class Choice:
     blocks: list[Block] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     reasoning_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    cached_tokens: int = 0  # prompt tokens that the prefix cache had
     finish: Finish | None = None
     scores_only: bool = False  # the one token that the engine needs to score a prompt is thrown away
     offer: PageOffer | None = None  # its prompt's pages, where another node is to get them
-    logprob: float = 0.0  # of the tokens together, where the request has log-probabilities
+    logprob: float = 0.0  # the sum over the tokens, where the request has log-probabilities
 
     def add(self, step: StepOutput) -> Added:
         """Pieces of one block that follow each other are one. An answer that was read has a block in the end,
@@ -140,7 +140,7 @@ class Choice:
                 self.blocks.append(Block("call", call_id=id, name=name))
                 return len(self.blocks) - 1, ""
             case Arguments(_, text):
-                return self._grown("call", text)  # of the call that began last
+                return self._grown("call", text)  # arguments of the call that began last
             case _:
                 raise TypeError(f"{type(event).__name__} is in no block")
 
@@ -165,7 +165,7 @@ class Choice:
 
     @property
     def called(self) -> bool:
-        """Whether the answer ended so that tools can answer."""
+        """True if the answer ended so that tools can answer."""
         return self.finish is Finish.STOP and bool(self.calls)
 
     @property
@@ -227,7 +227,8 @@ def requests_of(
     first: int = 0,
     salt: str = "",
 ) -> list[Request]:  # fmt: skip
-    """For each choice of a prompt. Their ids are the client's, a dash, and the numbers from `first` on."""
+    """Returns a request for each choice of a prompt. Their ids are the client's, a dash, and the numbers from
+    `first` on."""
     requests = [
         request_of(spelling, f"{id}-{first + choice}", prompt, service.for_choice(sampling, choice), salt)
         for choice in range(count)

@@ -25,7 +25,7 @@ class Offer:
     # the name of one in a namespace → the namespace, its name in there
     members: dict[str, tuple[str, str]] = field(default_factory=dict)
     _left_out: dict[str, str] = field(default_factory=dict)  # type → place
-    _names: set[str] = field(default_factory=set)  # of those that are left out and have one
+    _names: set[str] = field(default_factory=set)  # names of tools that are left out
 
     def add(self, function: dict[str, Any], place: str) -> None:
         here = f"tools[{len(self.functions)}]"

@@ -21,7 +21,7 @@ Message = dict[str, Any]
 # messages and tools to the prompt's text
 Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
-ID_LENGTH = 9  # of the ids that Mistral's templates insist on
+ID_LENGTH = 9  # characters of an id, which Mistral's templates insist on
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ UNDESCRIBED = {
 USER = {"role": "user", "content": "question"}
 ANSWER = {"role": "assistant", "content": "answer"}
 RESULT, THOUGHT = "qyv", "qxv"
-# of templates that render calls
+# the needs that templates with calls may have
 KINDS = tuple(Needs(short_ids=ids, json_text=text) for ids, text in product((False, True), repeat=2))
 WRONG = ("None", "{'", '{\\"')  # a null, a Python object and JSON within JSON, printed into the text
 

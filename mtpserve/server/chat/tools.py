@@ -259,7 +259,7 @@ MAX_VARIABLES = 16
 
 
 def default_variables(config: ServerConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Of --default-chat-template-kwargs. Raises ConfigError."""
+    """Returns the variables of --default-chat-template-kwargs. Raises ConfigError."""
     try:
         return template_variables(config.template_kwargs, None, tokenizer)
     except InvalidRequest as error:

@@ -131,8 +131,7 @@ class Refusal(JSON):
 
 
 def note(scope: Scope, body: ErrorAnswer) -> None:
-    """For the access log, why a request failed: without the values that it had, which may be text of a
-    prompt."""
+    """Notes for the access log why a request failed, without its values, which may be text of a prompt."""
     error = body.error
     reason = error.message if error.type == "server_error" else VALUES.sub("…", error.message)
     scope.setdefault("state", {})["failure"] = printable(
@@ -250,7 +249,7 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None, str]:
 
 
 async def no_socket(socket: WebSocket) -> None:
-    """Where no WebSocket is served."""
+    """Refuses a WebSocket at a path that serves none."""
     message = f"{socket.url.path}: no WebSocket is served here; /v1/responses is one"
     await Refusal(404, error_body(404, message, code="not_found"))(socket.scope, socket.receive, socket.send)
 

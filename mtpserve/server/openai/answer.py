@@ -36,7 +36,7 @@ from mtpserve.server.openai.objects import (
 from mtpserve.server.openai.usage import Trace, Usage, UsageObject
 from mtpserve.server.schema.kv_transfer import answered
 
-Fields = dict[str, Any]  # of a choice's Struct
+Fields = dict[str, Any]  # the fields of a choice's Struct
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class ChoiceWriter(ABC):
     echo: str | None = None
     opened: int = 0  # blocks, in chunks
     started: bool = False  # in chunks: the choice's first one is written
-    # of the whole answer: what of the prompt is not in the choice
+    # the prompt's fields of the whole answer, which no choice has
     beside: Fields = field(default_factory=dict)
     names: TokenNames = field(init=False)
     _offsets: Offsets = field(init=False)
@@ -65,7 +65,7 @@ class ChoiceWriter(ABC):
     _scored: list[TokenLogprob] = field(default_factory=list)  # the prompt's tokens from the second on
     _begun: bool = False  # the prompt's part was shown
 
-    prefix: ClassVar[str]  # of the answer's id
+    prefix: ClassVar[str]  # the prefix of the answer's id
     chunk_object: ClassVar[str]
     # whose token ids and scores, where the request wants them, are beside the choices, not in them
     one_prompt: ClassVar[bool]
@@ -127,7 +127,7 @@ class ChoiceWriter(ABC):
         return [ChunkChoice(self.index, **part) for part in parts]
 
     def _shows(self) -> bool:
-        """Whether a chunk has more to show than text that the parser has let through."""
+        """True if a chunk has more to show than text that the parser has let through."""
         body, steps = self.body, self._steps
         shown = any(step.text or step.logprobs for step in steps)
         traced = (body.return_spec_trace or body.return_token_ids) and any(step.tokens for step in steps)

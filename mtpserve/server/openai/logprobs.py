@@ -29,7 +29,7 @@ class TokenNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ById:
-    """As vLLM shows tokens where a request says return_tokens_as_token_ids: no two look alike."""
+    """Shows tokens by their ids, as vLLM does for return_tokens_as_token_ids: no two look alike."""
 
     tokenizer: Tokenizer
 
@@ -41,8 +41,8 @@ class ById:
 
 
 class Offsets:
-    """Where in a choice's text its tokens begin, one after the other; a token inside a character begins where
-    the character does.
+    """The places in a choice's text at which its tokens begin. A token inside a character begins where the
+    character does.
 
     `front` is the text before the output, its tokens being taken first. Special tokens have no place in a
     text that leaves them out.

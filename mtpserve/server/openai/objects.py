@@ -93,7 +93,7 @@ class AnswerMessage(Rendered):
 
 
 class ChatChoice(Rendered, kw_only=True):
-    """As a completion's, but that the prompt's token ids and scores are beside the choices."""
+    """A chat choice: a completion's, but the prompt's token ids and scores are beside the choices."""
 
     index: int
     message: AnswerMessage

@@ -59,8 +59,8 @@ class TraceStep(Rendered):
 
 @dataclass(slots=True)
 class Usage:
-    """Of all choices together; a prompt counts once, however many continue it, with what its first choice
-    found in the prefix cache."""
+    """The token counts of all choices together. A prompt counts once, however many choices continue it, with
+    the cached tokens of its first choice."""
 
     choices: list[Choice]  # each prompt's, one after the other
     per_prompt: int

@@ -29,7 +29,7 @@ class EngineRow(Rendered):
     engine: int
     state: str  # starting, up or dead
     restarts: int
-    reason: str | None  # of its last death
+    reason: str | None  # why its last process died
     stats: EngineStats
 
 
@@ -49,7 +49,7 @@ class Stats(Rendered):
     chat: bool  # it has a chat template
     page_size: int
     stats: EngineStats
-    tiers: dict[str, Tier]  # of the prefix cache, below the device
+    tiers: dict[str, Tier]  # the prefix cache's tiers below the device
     engines: list[EngineRow]
     recent_s: float
     latency: dict[str, Latency]  # first_token, between_tokens, whole_request

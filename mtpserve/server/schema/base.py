@@ -29,7 +29,7 @@ RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
 
 def whole(value: Any, depth: int = 0) -> Any:
-    """With integers in place of floats that are ones; the same object where there are none."""
+    """Returns the value with integers in place of whole floats; the same object if there are none."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if depth > MAX_DEPTH or not isinstance(value, dict | list):
@@ -50,7 +50,7 @@ class Strict(BaseModel):
     log."""
 
     model_config = ConfigDict(extra="ignore", strict=True, json_schema_extra=described)
-    column: ClassVar[Column | None] = None  # of the table of unsupported fields
+    column: ClassVar[Column | None] = None  # the column in the table of unsupported fields
     # what fields may be beyond their types, for the OpenAPI document
     shapes: ClassVar[dict[str, Schema]] = {}
     rules: ClassVar[tuple[Schema, ...]] = ()  # how they depend on each other
@@ -101,8 +101,8 @@ SAID: set[str] = set()
 
 
 def say_once(what: str) -> None:
-    """For what clients send with every request and what only allows something: leaving it out gives no wrong
-    answer."""
+    """Logs once what is left out of requests. Clients send it with every request, or it only allows
+    something: without it no answer is wrong."""
     if what not in SAID and len(SAID) < MAX_SAID:
         SAID.add(what)
         log.info("left out of requests from now on: %s", ascii(what)[1:-1])

@@ -29,7 +29,7 @@ def either(kinds: str) -> WrapValidator:
 
 
 def refuse_constant(constant: str) -> None:
-    """For `json.loads`, which takes NaN and Infinity otherwise."""
+    """Refuses NaN and Infinity, which `json.loads` otherwise takes. Raises ValueError."""
     raise ValueError(f"{constant} is no JSON")
 
 

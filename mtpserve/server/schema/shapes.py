@@ -53,7 +53,7 @@ def bounds(range: Range) -> Schema:
     return limits if range.high == math.inf else limits | {"maximum": range.high}
 
 
-# Of fields that mean the same in every body.
+# Schemas of fields that mean the same in every body.
 SAMPLING: dict[str, Schema] = {name: bounds(range) for name, range in RANGES.items()} | {
     "priority": bounds(RANGES["priority"]) | {SERVER: "priority"},
     **{name: bounds(RANGES[name]) | {SERVER: "alternatives"} for name in ("logprobs", "prompt_logprobs")},
@@ -115,7 +115,8 @@ def needs(name: str, flag: str, unless: Schema = NULL) -> Schema:
 
 
 def described(schema: Schema, cls: type[Any]) -> None:
-    """For pydantic's `json_schema_extra`: `schema` is what it made of the class's types."""
+    """Adds bounds and texts to `schema`, which pydantic made of the class's types: its
+    `json_schema_extra`."""
     shapes: dict[str, Schema] = {
         name: value for part in inherited(cls, "shapes") for name, value in part.items()
     }

@@ -76,7 +76,7 @@ class NativeChoice:
     id: str
     choice: Choice
     wanted: Wanted
-    texts: bool  # of tokens, beside their log-probabilities
+    texts: bool  # texts of tokens stand beside their log-probabilities
     arrival: float  # perf_counter's
     scores: list[TokenLogprob] = field(default_factory=list)
     # a prompt's first token has none
@@ -112,7 +112,7 @@ class NativeChoice:
         return FinishReason(finish.value)
 
     def _add_speculation(self, meta: MetaInfo) -> None:
-        """Of the verifications that had drafts; nothing where none had."""
+        """Adds the figures of verifications that had drafts; nothing if none had."""
         if not self.correct:
             return
         meta.spec_verify_ct = len(self.correct)

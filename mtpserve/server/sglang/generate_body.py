@@ -203,7 +203,7 @@ class NativeRequest(Salted, TransferFields):
                 )
 
     def wanted(self) -> list[Wanted]:
-        """With each prompt."""
+        """What the client wants of each prompt."""
         count = len(self.prompts)
         columns = [getattr(self, name) for name in PER_PROMPT]
         rows = zip(
@@ -220,7 +220,7 @@ class NativeRequest(Salted, TransferFields):
 
     @property
     def choices(self) -> int:
-        """Of each prompt."""
+        """The number of choices of each prompt."""
         params = (
             self.sampling_params[:1] if isinstance(self.sampling_params, list) else [self.sampling_params]
         )

@@ -21,20 +21,20 @@ Rank = Annotated[int, Field(json_schema_extra={"minimum": 0, SERVER: "rank"})]
 
 
 class EngineLoad(Rendered):
-    dp_rank: int  # of the engine among those of this server
+    dp_rank: int  # the engine's number in this server
     num_running_reqs: int
     num_waiting_reqs: int
     num_total_reqs: int
     num_used_tokens: int  # in pages of the KV pool that are in use
-    max_total_num_tokens: int  # of the whole pool
+    max_total_num_tokens: int  # tokens of the whole pool
     token_usage: float  # the share of the two
-    cache_hit_rate: float  # of prompt tokens, since the start
+    cache_hit_rate: float  # the share of prompt tokens since the start
     total_prompt_tokens: int
     total_generation_tokens: int
 
 
 class TotalLoad(Rendered):
-    """Of all engines."""
+    """The load of all engines together."""
 
     total_running_reqs: int
     total_waiting_reqs: int

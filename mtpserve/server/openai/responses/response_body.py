@@ -195,7 +195,8 @@ class InputTokensRequest(Strict):
         )
 
     def _tool_choice(self) -> str | dict[str, Any] | None:
-        """As chat completions have it, where a name is one level deeper."""
+        """Returns the choice as chat completions have it, where a name is one level deeper. Raises
+        Unsupported."""
         choice = self.tool_choice
         if not isinstance(choice, dict):
             return choice
@@ -262,7 +263,8 @@ class ResponsesRequest(InputTokensRequest, SamplingFields):
 
 
 def add_tool(offer: Offer, tool: dict[str, Any], place: str) -> None:
-    """Where it is a function. The model knows those in a namespace by both names, with a dot between."""
+    """Adds the tool if it is a function. A function in a namespace has two names: its own, and with the
+    namespace and a dot before it. Raises InvalidRequest."""
     match tool.get("type"):
         case "function":
             offer.add(

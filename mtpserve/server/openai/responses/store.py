@@ -34,7 +34,7 @@ class ResponseStore:
     size."""
 
     responses: int = MAX_RESPONSES
-    characters: int = MAX_CHARACTERS  # of all conversations together
+    characters: int = MAX_CHARACTERS  # the sum over all conversations
     _kept: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
     _characters: int = 0
 
