@@ -98,7 +98,8 @@ class LLGuidanceCompiler:
         return GrammarMatcher(result, self._vocab, self._eos)
 
     def _run(self, work: Callable[[], None]) -> None:
-        """In a thread with a large stack, until the deadline; llguidance compiles without holding the GIL."""
+        """Runs `work` in a thread with a large stack, until the deadline; llguidance compiles without the
+        GIL."""
         with self._starting:
             self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
             if len(self._abandoned) >= MAX_ABANDONED:

@@ -30,9 +30,9 @@ def source(spec: GrammarSpec) -> str:
 
 
 def check_multiples(grammar: str) -> None:
-    """For `multipleOf` llguidance makes one state per remainder; for several of them, one per remainder of
-    their least common multiple; and these again for each `$ref`. Its own limits do not bound them. Trailing
-    zeros add no states. Raises ValueError."""
+    """Raises ValueError for `multipleOf` numbers that need too many states. llguidance makes one state per
+    remainder; for several numbers, one per remainder of their least common multiple; and these again for each
+    `$ref`. Its own limits do not bound them. Trailing zeros add no states."""
     plain = ESCAPE.sub(lambda match: chr(int(match[1], 16)), grammar)
     multiples = MULTIPLE.findall(plain)
     together, places = 1, len(multiples) + plain.count("$ref")

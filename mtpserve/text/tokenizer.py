@@ -96,7 +96,7 @@ class Tokenizer:
         return named | {"chat_template": self._tokenizer.chat_template}
 
     def template_takes(self, name: str) -> bool:
-        """Whether the template mentions this variable and neither the renderer nor the tokenizer sets it."""
+        """True if the template mentions this variable and neither the renderer nor the tokenizer sets it."""
         if name in RESERVED or name.endswith("_token") or name in self._tokenizer.special_tokens_map:
             return False
         return any(re.search(rf"\b{re.escape(name)}\b", text) for text in self._templates)
@@ -145,7 +145,7 @@ class Tokenizer:
         return spelled.replace("▁", " ").encode()
 
     def piece(self, token: int) -> str:
-        """As the vocabulary spells it."""
+        """Returns the token as the vocabulary spells it."""
         spelled: str | None = self.fast.id_to_token(token)
         return spelled or ""
 

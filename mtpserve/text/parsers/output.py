@@ -56,7 +56,7 @@ class OutputParser:
         yield from self._scan.until((), lambda _: self._scan.content())
 
     def _ends_in_calls(self) -> Reading[bool]:
-        """Whether all the remaining text is calls: models sometimes do not end their reasoning before them.
+        """True if all the remaining text is calls: models sometimes do not end their reasoning before them.
         Takes nothing."""
         trial, seen, called = OutputParser(calls=self._calls), 0, False
         while True:

@@ -97,7 +97,7 @@ class Scanner:
             yield
 
     def ahead(self, place: int, *literals: str) -> Reading[bool]:
-        """Whether blanks and one of `literals`, or the end of all text, follow at `place`. Takes nothing."""
+        """True if blanks and one of `literals`, or the end of all text, follow at `place`. Takes nothing."""
         while True:
             rest = self.text[place:].lstrip(BLANKS)
             if any(rest.startswith(literal) for literal in literals) or (self.ended and not rest):

@@ -47,8 +47,8 @@ class CallFormat(Protocol):
 
 
 def instructions(definitions: Sequence[Mapping[str, Any]], example: str) -> str:
-    """For a system message, where a chat template does not render tools: in the layout of DeepSeek-V3.1's
-    model card."""
+    """Returns a system message for a chat template that does not render tools, in the layout of
+    DeepSeek-V3.1's model card."""
     functions = [definition["function"] for definition in definitions]
     descriptions = [
         f"### {function['name']}\nDescription: {function.get('description') or ''}\n\n"
@@ -78,5 +78,5 @@ def example_of(example: str, name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def in_name(character: str) -> bool:
-    """Whether a tool's name may contain it."""
+    """True if a tool's name may contain the character."""
     return character.isascii() and (character.isalnum() or character in "_-.:/")

@@ -23,7 +23,7 @@ from mtpserve.text.parsers.tools import CallFormat, Schema, Spell, Tool, in_name
 NAMES = {"true": True, "false": False, "null": None}  # JSON's, which models mix with Python's
 OPENING, CLOSING, QUOTES = "([{", ")]}", "'\""
 LINES = {"\n": "\\n", "\r": "\\r"}  # as models write them inside of quotes, where Python has none
-MAX_DEPTH = 64  # of brackets
+MAX_DEPTH = 64  # nested brackets
 
 
 class Pythonic(CallFormat):
@@ -211,7 +211,7 @@ def as_json(written: str) -> str:
 def from_python(written: str) -> str:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know, which stay as they are
+            warnings.simplefilter("ignore")  # escapes that Python does not know stay as they are
             parsed = ast.parse(written, mode="eval")
         value = json.dumps(plain(parsed.body), ensure_ascii=False, allow_nan=False)
         value.encode()  # fails for half a surrogate pair, which is not a character
