@@ -93,7 +93,7 @@ class ServerCounters:
     accepted_at: tuple[float, ...]
     proposed_at: tuple[float, ...] | None
     prompt: float  # tokens
-    cached: float | None  # of these, found in the prefix cache
+    cached: float | None  # prompt tokens that the prefix cache had
     generated: float
 
     @property
@@ -111,8 +111,8 @@ class ServerCounters:
 
     @property
     def rates_at(self) -> tuple[float, ...]:
-        """Of each position: accepted / proposed there, or / verifications where the former is not exported
-        (as vLLM's client does)."""
+        """The acceptance of each position: accepted / proposed there. Without proposals by position it is
+        accepted / verifications, as in vLLM's client."""
         if self.proposed_at is None:
             return (
                 tuple(count / self.verifications for count in self.accepted_at) if self.verifications else ()

@@ -35,8 +35,8 @@ class InspectReport:
 
     @property
     def tensors(self) -> list[tuple[str, str]]:
-        """Where the draft model's tensors are, as a row of the table of the architecture; no row where there
-        is none."""
+        """The place of the draft model's tensors, as a row of the table of the architecture; no row without a
+        draft model."""
         if self.draft is not None:
             return [("draft.tensors", f"{self.draft}: *")]
         return (
@@ -61,8 +61,8 @@ class InspectReport:
 
 
 def inspect_model(config: EngineConfig) -> InspectReport:
-    """With the drafter that an engine would have; also of a model that does not fit into this machine. Raises
-    LoadError and ConfigError."""
+    """Reports on a model with the drafter that an engine would have, even if it does not fit into this
+    machine. Raises LoadError and ConfigError."""
     if (kind := algorithm_of(config.model.directory)) in HEADS:
         drafts = "name the model that it drafts for with --model, and this directory before it"
         raise ConfigError(f"{config.model.directory} is {HEADS[kind]}, no model: {drafts}")
@@ -176,7 +176,8 @@ def in_memory(described: Described, dtype: torch.dtype) -> Iterator[Counted]:
 
 
 def token_map(config: EngineConfig, size: int, texts: Sequence[str]) -> TokenMap:
-    """Of the model's own tokenizer. The tokens that end a text, and special ones, are always in it."""
+    """Returns a token map of the model's own tokenizer. It always has the special tokens and those that end a
+    text."""
     from mtpserve.text.tokenizer import tokenizer_of
 
     arch = describe(config, want_mtp=False).arch

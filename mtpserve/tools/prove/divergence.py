@@ -1,5 +1,5 @@
-"""Where two runs of the same requests differ: greedy texts at their first divergence, sampled texts by a
-chi-square test of their first tokens."""
+"""Differences between two runs of the same requests: greedy texts at their first divergence, sampled texts by
+a chi-square test of their first tokens."""
 
 from __future__ import annotations
 

@@ -82,14 +82,14 @@ class Excuse:
     """What rounding must explain, and whether it does."""
 
     rounding: Rounding
-    # of the speculative greedy texts: to which plain decoding, over the same text, prefers another
+    # tokens of speculative greedy texts to which plain decoding, over the same text, prefers another
     tokens: Share
     texts: Share  # sampled: with the same seed other than plain decoding's
-    exact: Share  # of the requests with differing texts: those that differ in exact mode too
+    exact: Share  # requests with differing texts that differ in exact mode too
 
     @property
     def holds(self) -> bool:
-        """Of the shares; the gaps are looked at one by one."""
+        """True if rounding explains the shares; gaps are checked one by one."""
         rounding = self.rounding
         often = rounding.explains(self.tokens, rounding.tokens) and rounding.explains(
             self.texts, rounding.texts
@@ -103,7 +103,7 @@ class Proof:
     # a greedy divergence between tokens whose log-probabilities differ by no more than this is a tie within
     # rounding
     tie: float
-    # of each prompt the first, and with `excuse` those after it
+    # each prompt's first one, and with `excuse` those after it
     divergences: list[Divergence] = field(default_factory=list)
     laws: list[LawTest] = field(default_factory=list)
     excuse: Excuse | None = None  # None: no text differs, or a tie was given, or the mode is exact
@@ -129,7 +129,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class ProofStage:
-    """Where a proof is. Requests are counted: of this stage, of those that are over and of those to come."""
+    """The progress of a proof, in requests: of this stage, of those that are over and of those to come."""
 
     number: int
     stages: int
@@ -245,7 +245,7 @@ def prove(
 
 
 def require_drafts(spec: SpecConfig) -> None:
-    """As far as the options tell. Raises ConfigError."""
+    """Raises ConfigError if the options leave nothing to compare."""
     if spec.named and not spec.parts:
         raise ConfigError(
             "prove compares speculation with plain decoding: --speculative-algorithm none leaves "

@@ -1,4 +1,4 @@
-"""Where a proof is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a proof on standard error: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class ProofProgress:
         return f"{begun}: {stage.done} of {stage.of} requests{', ' * bool(left := self.left(stage))}{left}"
 
     def left(self, stage: ProofStage) -> str:
-        """Of all stages that are known; a request of one counts as one of another. Loading is not in it."""
+        """Estimates the time that all known stages still take. All requests count alike, and loading is left
+        out."""
         done = stage.before + (stage.done or 0)
         rest = stage.of - (stage.done or 0) + stage.later
         if not done or not rest:

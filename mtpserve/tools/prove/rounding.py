@@ -69,7 +69,8 @@ class Rounding:
     dtype: str
     reference: str
     scale: float
-    # of each place, scaled, ascending: in the gap between two likely tokens' log-probabilities, in nats
+    # errors of all places, scaled, ascending: in the gap between two likely tokens' log-probabilities, in
+    # nats
     errors: tuple[float, ...]
     tokens: Share  # places where the likeliest token is another one
     texts: Share  # sampled texts that differ with the same seed
@@ -84,11 +85,11 @@ class Rounding:
         return self.errors[len(self.errors) // 2] if self.errors else 0.0
 
     def explains(self, differing: Share, measured: Share) -> bool:
-        """Whether no more differ than twice the share that rounding was measured to change."""
+        """True if no more differ than twice the share that rounding was measured to change."""
         return chance_of(differing, measured, 2 * self.scale) > CHANCE
 
     def explains_gaps(self, gaps: Sequence[float], of: int) -> bool:
-        """Whether ties with these gaps, among so many tokens, are as rare as large errors: a gap of g needs
+        """True if ties with these gaps, among so many tokens, are as rare as large errors: a gap of g needs
         one of g / 2 on either side."""
         for rank, gap in enumerate(sorted(gaps, reverse=True), 1):
             measured = Share(sum(error >= gap / 2 for error in self.errors), len(self.errors))
@@ -131,8 +132,8 @@ def completed(llm: LLM, requests: Sequence[Asked], progress: Heard = unheard) ->
 
 
 def scores(llm: LLM, texts: Iterable[list[int]], progress: Heard = unheard) -> list[list[TokenLogprob]]:
-    """Of each text's tokens from the second on, all of a text in one pass over it. A text that fills the
-    context loses its last token."""
+    """Returns the scores of each text's tokens from the second on, by one pass over each text. A text that
+    fills the context loses its last token."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=MAX_LOGPROBS)
     longest = llm.engine.card.context_length - 1
     return [
@@ -142,7 +143,7 @@ def scores(llm: LLM, texts: Iterable[list[int]], progress: Heard = unheard) -> l
 
 
 def prefers_another(here: TokenLogprob, token: int) -> bool:
-    """Whether some other token is likelier; at an exact tie none is."""
+    """True if another token is likelier; at an exact tie none is."""
     return dict(here.top).get(token, -math.inf) < here.top[0][1]
 
 

@@ -17,7 +17,8 @@ from mtpserve.engine.startup.recording import Header, Recording, StepPlanned, St
 
 # between log-probabilities that count as the same: threads and hardware change their last digits
 CLOSE = 0.01
-SCORES = ("logprobs", "prompt_logprobs")  # of a result: compared within CLOSE; everything else must be equal
+# parts of a result that are compared within CLOSE; everything else must be equal
+SCORES = ("logprobs", "prompt_logprobs")
 FREE = ("config", "seeds")  # parts of a header that need not agree
 
 
@@ -37,7 +38,7 @@ class Pending:
     """One that was launched and not read."""
 
     plan: StepPlan
-    names: dict[int, str]  # of the requests, by seat
+    names: dict[int, str]  # names of the requests, by seat
     launched: Launched | None
     error: Exception | None = None
 
@@ -58,7 +59,7 @@ def config_of(header: Header, model: str | None) -> EngineConfig:
     config = header.config
     return replace(
         config,
-        # of a version in which nobody else drafted
+        # an older version, in which nobody else drafted, wrote it
         spec=config.spec if config.spec.named else config.spec.drafting_with(NONE),
         model=replace(
             config.model,
@@ -166,7 +167,7 @@ class Replay:
 
 
 def difference(recorded: SpanResult, now: SpanResult) -> str | None:
-    """In words; None: there is none."""
+    """Describes the first difference in words; None if there is none."""
     for name in (
         "error",
         *(field_name for field_name in SpanResult.__struct_fields__ if field_name not in (*SCORES, "error")),

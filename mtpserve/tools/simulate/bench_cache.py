@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mtpserve.tools.simulate.traces import Encode, TraceConversation
     from mtpserve.weights.checkpoint.hf_config import HFConfig
 
-# Of the server's options, those that a simulation knows. A --config file may have all.
+# The server's options that a simulation knows. A --config file may have all.
 KNOWN = (
     "model", "tokenizer", "dtype", "quantization", "context_length", "page_size", "max_total_tokens",
     "kv_cache_dtype",
@@ -194,7 +194,7 @@ def read_pools(text: str | None, config: EngineConfig) -> list[int]:
 
 
 def read_hosts(text: str | None, config: EngineConfig) -> list[int]:
-    """In bytes."""
+    """Returns the sizes in bytes. Raises ConfigError."""
     if text is None:
         return [config.cache.host_bytes]
     try:
@@ -207,7 +207,8 @@ def read_hosts(text: str | None, config: EngineConfig) -> list[int]:
 
 
 def decided(values: Values, config: EngineConfig) -> EngineConfig:
-    """As a server would, as far as config.json tells."""
+    """Returns the configuration with the drafter that a server would choose, as far as config.json tells.
+    Raises ConfigError."""
     has_mtp = False
     if "model" in values:
         from mtpserve.weights.checkpoint.layouts import dummy_layers

@@ -22,7 +22,8 @@ from typing import NamedTuple
 from mtpserve.core.arch.model import Attention, ModelArch, attention_kinds, recurrent_kinds
 
 DISK = 3e9  # bytes per second of files on an NVMe drive: what one writes for long, and less than it reads
-KERNELS = 10  # of one layer, dependent on each other: 6 where all that can be fused is, 12 in common engines
+# kernels of one layer that wait for each other: 6 where all that can be fused is, 12 in common engines
+KERNELS = 10
 
 
 class DeviceProfile(NamedTuple):
@@ -57,11 +58,12 @@ class ModelShape:
     # that a row is multiplied with; the embedding is not, the tokens that a row selects are
     parameters: int = 7_500_000_000
     weight_bytes: int = 15_000_000_000  # read in a step
-    kv_bytes: int = 131_072  # of one token, in all layers
-    # of one row with one token of its context, in all layers; where tokens are selected, to score it
+    kv_bytes: int = 131_072  # bytes of one token, in all layers
+    # operations of one row with one token of its context, in all layers; to score it where tokens are
+    # selected
     pair_flops: int = 524_288
     pass_bytes: int = 1_486_000_000  # read by one pass that proposes tokens: one layer and the head
-    kept_parameters: int = 42_000_000  # of that layer, by which its keys and values are made
+    kept_parameters: int = 42_000_000  # parameters of that layer that make its keys and values
     kept_bytes: int = 84_000_000
     context: int = 131_072
 
@@ -139,7 +141,8 @@ def _attention(arch: ModelArch, kind: Attention) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """In seconds. The defaults suit tests: every step takes as long, whatever is in it."""
+    """The costs of a step, in seconds. The defaults suit tests: every step takes as long, whatever is in
+    it."""
 
     overhead: float = 0.01
     weights: float = 0.0  # to read them
@@ -148,7 +151,7 @@ class StepCost:
     pair: float = 0.0  # attention of one row to one token
     draft_pass: float = 0.0  # one over what proposes tokens, with its head
     extend: float = 0.0  # to make its keys and values for rows that the model itself has computed
-    absorbed_row: float = 0.0  # of each of these
+    absorbed_row: float = 0.0  # to compute one of these rows
 
     @staticmethod
     def of(
@@ -156,7 +159,7 @@ class StepCost:
     ) -> StepCost:
         """`drafts`: there is a layer that proposes tokens, and takes all rows, at once or some steps later.
         `overhead` replaces what the device's profile says."""
-        kernels = KERNELS * device.gap if overhead is None else 0.0  # of one layer
+        kernels = KERNELS * device.gap if overhead is None else 0.0  # kernels of one layer
         return StepCost(
             kernels * shape.layers if overhead is None else overhead,
             shape.weight_bytes / device.bandwidth,
@@ -171,9 +174,9 @@ class StepCost:
     def seconds(
         self, rows: int, tokens: int, pairs: int, passes: int = 0, absorbed: Sequence[int] = ()
     ) -> float:
-        """Of a step with so many rows whose requests have so many tokens; `pairs`: the sum over all rows of
-        what each attends to; `passes`: over what proposes tokens; `absorbed`: rows of each pass over it that
-        proposes none."""
+        """Returns the seconds of a step with so many rows whose requests have so many tokens. `pairs`: the
+        sum over all rows of what each attends to; `passes`: over what proposes tokens; `absorbed`: rows of
+        each pass over it that proposes none."""
         computed = max(self.weights, self.row * rows) + max(self.token * tokens, self.pair * pairs)
         absorbing = sum(max(self.extend, self.absorbed_row * number) for number in absorbed)
         return self.overhead + computed + passes * self.draft_pass + absorbing

@@ -30,13 +30,13 @@ AFTER_THE_END = 0  # the token that follows a text
 
 
 def passes(spec: SpecConfig) -> int:
-    """Of a draft model, in each step: n-grams need none."""
+    """Returns the passes of a draft model in each step: n-grams need none."""
     return 0 if spec.drafter is None else spec.steps
 
 
 def named(spec: SpecConfig, has_mtp: bool) -> SpecConfig:
-    """With a drafter: the one that is named, or MTP where the model has a layer of its own. Raises
-    ConfigError where options need one and there is none."""
+    """Returns `spec` with a drafter: the named one, or MTP if the model has such a layer. Raises ConfigError
+    if options need a drafter and there is none."""
     if spec.named:
         return spec
     if not has_mtp and spec.asked:

@@ -54,7 +54,7 @@ class PageTimes:
 
 
 class SimulatedTransfers:
-    """As runtime/paging.Transfers, in simulated time."""
+    """runtime/paging.Transfers in simulated time."""
 
     def __init__(self, times: PageTimes, disk: SimulatedDisk | None = None) -> None:
         self._seconds = {"save": times.host, "load": times.host, "spill": times.disk, "fetch": times.disk}

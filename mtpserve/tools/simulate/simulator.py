@@ -39,7 +39,7 @@ from mtpserve.tools.simulate.simulated import SimulatedDevice
 from mtpserve.tools.simulate.simulated_tiers import PageTimes, SimulatedDisk, SimulatedTransfers
 from mtpserve.tools.simulate.traces import TraceConversation, TraceTurn
 
-SAME = StepCost()  # of every step
+SAME = StepCost()  # the cost of every step
 # as in runtime/memory.py, which imports torch: requests that run at once fill this part of the context
 SHARE_OF_CONTEXT = 8
 
@@ -53,9 +53,9 @@ class Simulated:
     left: int = 0  # whose clients did not wait for the end
     # that no pool of this size, or no context of this length, ever holds; their conversations end there
     refused: int = 0
-    prompt_tokens: int = 0  # of requests that got a first token
-    cached_tokens: int = 0  # of these, found in the cache
-    findable_tokens: int = 0  # of these, that a pool without an end would have had
+    prompt_tokens: int = 0  # prompt tokens of requests that got a first token
+    cached_tokens: int = 0  # prompt tokens that the cache had
+    findable_tokens: int = 0  # prompt tokens that an infinite pool would have had
     output_tokens: int = 0
     seats: int = 0  # requests that may run at once
     steps: int = 0
@@ -215,7 +215,7 @@ class Simulation:
     # -------------------------------------------------------------------------------------------------- steps
 
     def _step(self) -> None:
-        """As Engine.step."""
+        """Runs one step in the order of Engine.step."""
         if self._in_flight and self.scheduler.must_wait():
             self._book(leave=0)
         planned = self.scheduler.plan(
@@ -313,8 +313,8 @@ def simulation_of(
     overlap: int = 1,
     below: TierSizes | None = None,
 ) -> Simulation:
-    """Of a server with these options and a pool of so many tokens. Raises ConfigError for options that no
-    engine starts with."""
+    """Returns the simulation of a server with these options and a pool of so many tokens. Raises ConfigError
+    for options that no engine starts with."""
     scheduler, page_size, budget = config.scheduler, config.cache.page_size, config.scheduler.step_tokens
     device = SimulatedDevice.of(config.spec, budget, scheduler.random_seed or 0)
     rows, lookahead = device.sizes.rows_per_step, device.sizes.num_lookahead_tokens(overlap)

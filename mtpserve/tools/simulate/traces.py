@@ -54,9 +54,9 @@ class TraceConversation:
 def read_trace(file: str, *, rate: float, pause: float = 0.0, slowdown: float = 1.0, limit: int | None = None,
     encode: Encode | None = None,
                seed: int = 0) -> list[TraceConversation]:  # fmt: skip
-    """In the order of arrival. `rate`: conversations per second, and `pause`: seconds before each further
-    turn, where the file has no times; `slowdown`: of the file's. `limit`: conversations that are read. Raises
-    ConfigError with the file and the line."""
+    """Returns the conversations in the order of arrival. `rate`: conversations per second, and `pause`:
+    seconds before each further turn, where the file has no times; `slowdown`: a factor for the file's times.
+    `limit`: conversations that are read. Raises ConfigError with the file and the line."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

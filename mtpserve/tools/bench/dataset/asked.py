@@ -82,5 +82,5 @@ class Counting(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def prompt_tokens(self, text: str, chat: bool) -> int:
-        """As a server counts this prompt: with the tokens that the model expects around it, or with those of
-        the chat template."""
+        """Returns the tokens that a server counts for this prompt, with those of the chat template, or those
+        that the model expects around it."""

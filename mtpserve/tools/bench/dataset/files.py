@@ -33,7 +33,7 @@ def contents(file: str) -> str:
 
 
 def objects(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where it is, and the object, of each line that is not empty."""
+    """Yields the place and the object of each line that is not empty. Raises ConfigError."""
     for number, line in enumerate(contents(file).splitlines(), 1):
         where = f"--dataset-path {file}, line {number}"
         if not line.strip():
@@ -54,7 +54,7 @@ def text_of(where: str, name: str, value: object) -> str:
 
 
 def custom(options: DatasetOptions, random: Random, count: Count) -> list[AskedConversation]:
-    """In the file's order."""
+    """Returns the conversations in the file's order. Raises ConfigError."""
     conversations = []
     for where, value in objects(options.dataset_path or ""):
         prompt, output = text_of(where, "prompt", value.get("prompt")), value.get("output_tokens")
@@ -90,7 +90,8 @@ def spec_bench(options: DatasetOptions, random: Random, count: Count) -> list[As
 
 
 def shared_messages(file: str) -> Iterator[list[tuple[bool, str]]]:
-    """Of each conversation: whether a model said it, and what."""
+    """Yields the messages of each conversation: whether a model wrote it, and its text. Raises
+    ConfigError."""
     try:
         entries = json.loads(contents(file))
     except json.JSONDecodeError as error:

@@ -16,7 +16,8 @@ from mtpserve.tools.bench.eval.tasks import LETTERS, Exam, ExamQuestion
 
 class Asker(Protocol):
     def scores(self, questions: Sequence[ExamQuestion]) -> list[list[float]]:
-        """For each question its options' log-probabilities after the prompt, each the sum of its tokens'."""
+        """Returns for each question its options' log-probabilities after the prompt, each the sum of its
+        tokens'."""
         ...
 
     def texts(self, questions: Sequence[ExamQuestion], exam: Exam) -> list[str]:

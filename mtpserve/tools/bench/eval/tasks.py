@@ -210,7 +210,7 @@ def problems_of(file: str) -> list[Problem]:
 
 
 def objects(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where it is, and the object, of each line that is not empty."""
+    """Yields the place and the object of each line that is not empty. Raises ConfigError."""
     for number, line in enumerate(contents(file).splitlines(), 1):
         if not line.strip():
             continue

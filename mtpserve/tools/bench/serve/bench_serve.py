@@ -30,7 +30,7 @@ from mtpserve.tools.bench.serve.sweep import LOADS, Point
 
 __all__ = ["parser", "run"]
 
-KNOWN_SHARE = 0.1  # of the input; more cached tokens than that are said where there should be none
+KNOWN_SHARE = 0.1  # a share of the input; more cached tokens than that are reported
 FEW_IDS = 1000  # prompts of ids are below it where nobody says how large the vocabulary is
 
 
@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def allow_connections() -> None:
-    """As many open files as the system lets this process have: each request at once is one."""
+    """Raises the limit of open files as far as the system lets it: each open request needs one."""
     try:
         from resource import RLIMIT_NOFILE, getrlimit, setrlimit
     except ImportError:  # not on Windows
@@ -183,7 +183,8 @@ def save(bench: ServeBench, results: dict[str, Any], raw_run: RawRun) -> None:
 
 
 def result_file(bench: ServeBench, results: dict[str, Any]) -> Path:
-    """As vLLM's client names it: backend, load, model, date. A sweep's runs have a file each."""
+    """Returns the file that vLLM's client would write: backend, load, model, date. Each run of a sweep has
+    its own."""
     rate, concurrency = results["request_rate"], results["max_concurrency"]
     load = f"{rate:g}qps" + ("" if concurrency is None else f"-concurrency{concurrency}")
     model = str(results["model_id"]).rstrip("/").rsplit("/", 1)[-1]

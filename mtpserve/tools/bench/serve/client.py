@@ -149,8 +149,8 @@ class Client:
         return 200, b""
 
     def _refused_usage(self, answer: tuple[int, bytes], stream_options: Mapping[str, bool] | None) -> bool:
-        """Whether the request is to be sent again without an option that the server does not know: it is then
-        left out for good."""
+        """True if the server refused an option that it does not know. The option is left out from then on,
+        and the request is sent again."""
         status, body = answer
         if status not in (400, 422) or stream_options is None or not self.target.stream:
             return False

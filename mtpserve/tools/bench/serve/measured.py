@@ -59,7 +59,7 @@ class Measured:
     sent: Sent
     end: float
     streamed: bool = True
-    arrivals: tuple[Arrival, ...] = ()  # of tokens; one, at the end, where nothing was streamed
+    arrivals: tuple[Arrival, ...] = ()  # times of tokens; one, at the end, without streaming
     prompt_tokens: int | None = None  # as the server counts
     output_tokens: int = 0
     cached_tokens: int | None = None

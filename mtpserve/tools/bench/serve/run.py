@@ -34,7 +34,7 @@ class Asks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    times: tuple[float, ...]  # of the conversations' first turns, in seconds after the start
+    times: tuple[float, ...]  # when conversations begin, in seconds after the start
     concurrency: int | None = None  # most requests at once; None: no limit
     pause: float = 0.0  # seconds from an answer's end to the conversation's next turn
 
@@ -57,8 +57,9 @@ class RawRun:
 async def send_all(
     client: Asks, conversations: Sequence[AskedConversation], load: Load, done: Done
 ) -> list[Measured]:
-    """In the order of `conversations`. Open loop: a conversation begins at its time whatever became of those
-    before it; only `concurrency` holds requests back, and how long is measured."""
+    """Returns the measurements in the order of `conversations`. Open loop: each conversation begins at its
+    time, whatever became of those before it. Only `concurrency` holds requests back, and that wait is
+    measured."""
     clock, start = client.clock, client.clock.now()
     slots: AbstractAsyncContextManager[object] = (
         nullcontext() if load.concurrency is None else asyncio.Semaphore(load.concurrency)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-WIDTH = 200  # of tables that are not written to a terminal
+WIDTH = 200  # columns of tables outside a terminal
 NAMES = {
     "ttft": "TTFT, first token",
     "tpot": "TPOT, per token",

@@ -13,12 +13,12 @@ from mtpserve.tools.bench.serve.run import RawRun
 
 PERCENTILES = (90.0, 95.0, 99.0)
 LATE = 0.010  # seconds; a p99 of lateness above it is a warning
-BUSY = 0.9  # of one core; above it the client's own times are in doubt
+BUSY = 0.9  # a share of one core; above it the client's own times are in doubt
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of some values, in their unit."""
+    """The distribution of some values, in their unit."""
 
     count: int
     mean: float
@@ -131,7 +131,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def spread(values: Iterable[float | None], percentiles: Sequence[float] = PERCENTILES) -> Spread | None:
-    """Of those that are not None; None if there are none."""
+    """Returns the distribution of the values that are not None; None if there are none."""
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
         return None

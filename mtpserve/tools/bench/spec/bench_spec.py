@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mtpserve.llm import LLM
     from mtpserve.text.tokenizer import Tokenizer
 
-# Of the server's options, those that a measurement knows. Of a --config file, these alone are read.
+# The server's options that a measurement knows. A --config file is read for these alone.
 KNOWN = (
     "model", "tokenizer", "revision", "download_dir", "load_format", "dtype", "quantization", "device",
     "attention_backend",
@@ -44,7 +44,7 @@ KNOWN = (
 )  # fmt: skip
 SECTIONS = {name: config for name, config in ENGINE_SECTIONS.items() if name != "sampling"}
 AHEAD = 4  # steps that the first request of a batch may be ahead of the last, and those in flight
-HELD_OUT = 13  # of 256: files of Python's library that the demo model has not seen
+HELD_OUT = 13  # 13 of 256 files of Python's library, which the demo model has not seen
 
 
 def parser() -> Parser:

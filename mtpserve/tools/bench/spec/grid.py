@@ -42,15 +42,15 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class SpecFigures:
-    """Of one shape under one load. Times are medians of all rounds' steps; the acceptance length is the mean
-    of all verifications."""
+    """The figures of one shape under one load. Times are medians of all rounds' steps; the acceptance length
+    is the mean of all verifications."""
 
     shape: DraftShape
     load: SpecLoad
     accept_length: float
     step: float  # seconds
-    parts: dict[str, float]  # of these, by PARTS
-    tokens_per_second: float  # of all requests together: batch · accept_length / step
+    parts: dict[str, float]  # seconds of the step's parts, by PARTS
+    tokens_per_second: float  # all requests together: batch · accept_length / step
     speedup: float  # S
     same_text: bool | None  # the greedy texts are plain decoding's; None: sampled, or accepted by lot
 
@@ -106,7 +106,7 @@ def options(shape: DraftShape) -> dict[str, int]:
 
 
 def line(algorithm: str, shape: DraftShape) -> str:
-    """For a command line."""
+    """Returns the shape as options of a command line."""
     values = {"speculative_algorithm": algorithm} | options(shape)
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
 
@@ -148,7 +148,7 @@ def step_time(windows: Sequence[Window]) -> float:
 
 
 def agree(one: Sequence[int], other: Sequence[int]) -> bool:
-    """As far as both go: what decodes faster has more tokens."""
+    """True if the shorter text is the beginning of the longer one: faster decoding has more tokens."""
     count = min(len(one), len(other))
     return list(one[:count]) == list(other[:count])
 

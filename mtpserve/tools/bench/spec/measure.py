@@ -114,7 +114,7 @@ class SpecBench:
         return len(token_events)
 
     def _events(self) -> Iterator[list[TokenEvent]]:
-        """Of each step."""
+        """Yields the events of each step. Raises RequestFailed."""
         while self.engine.has_work:
             events = self.engine.step()
             if failed := next((event for event in events if event.error is not None), None):
