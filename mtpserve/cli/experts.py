@@ -10,7 +10,7 @@ from mtpserve.cli.parser import Parser
 from mtpserve.core.errors import ConfigError
 from mtpserve.runtime.parallel.placement import balanced, imbalance, in_order
 
-Loads = Mapping[int, Sequence[int]]  # of each layer, how often each of its experts was chosen
+Loads = Mapping[int, Sequence[int]]  # by layer, how often each of its experts was chosen
 
 
 def parser() -> Parser:

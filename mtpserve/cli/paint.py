@@ -29,7 +29,7 @@ class Painter:
         self._console = console
         self._live = console.is_terminal and not console.is_dumb_terminal
         self._keep = keep
-        self._column = 0  # of the end of the text, 0 … width-1
+        self._column = 0  # where the text ends, 0 … width-1
         self._waiting = 0  # cells of rejected tokens after it
 
     def prompt(self, text: str) -> None:

@@ -29,8 +29,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def _joined(self, arguments: Sequence[str]) -> Sequence[str]:
-        """As vLLM writes an object's members: `--x.a 1 --x.b.c=text --x.d+ 2` becomes `--x={"a": 1, "b":
-        {"c": "text"}, "d": [2]}`. A `--x` with JSON is a part of it."""
+        """Joins an object's members, which vLLM writes one by one: `--x.a 1 --x.b.c=text --x.d+ 2` becomes
+        `--x={"a": 1, "b": {"c": "text"}, "d": [2]}`. A `--x` with JSON is a part of it."""
         if not any(map(MEMBER.fullmatch, arguments)):
             return arguments
         rest: list[str] = []
