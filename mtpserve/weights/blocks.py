@@ -102,8 +102,8 @@ def why_wide(
 
 
 def scale_dtype(members: list[Placement]) -> torch.dtype:
-    """As in the checkpoint: with 32 numbers of four bits each, scales of 32 bits would be a fifth of a
-    matrix."""
+    """Returns the checkpoint's dtype of scales: with 32 numbers of four bits each, scales of 32 bits would be
+    a fifth of a matrix."""
     stored = {placement.checkpoint.tensors[placement.group.tensors["scale"]].dtype for placement in members}
     return (
         {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.pop(), torch.float32)

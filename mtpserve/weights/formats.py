@@ -89,7 +89,7 @@ class StoredFormat:
     """The format of one matrix [N, K]. `read` takes its tensors by role."""
 
     label: str
-    bits: int  # of a number
+    bits: int  # bits of a number
     groups: int | None  # scales of each row; None: a scale for each block of 128 x 128
     read: Callable[[Mapping[str, Tensor]], QuantisedMatrix]
     zeros: bool = False
@@ -98,12 +98,12 @@ class StoredFormat:
 
     @property
     def kind(self) -> str:
-        """Of those that can be kept: int4 are all numbers of four bits."""
+        """The kind of format that can be kept: int4 means all numbers of four bits."""
         return "fp8" if self.bits == 8 else "int4"
 
 
 def kinds_of(tensors: Entries) -> set[str]:
-    """Of the formats that a checkpoint has, those that some product reads; not for all matrices, perhaps."""
+    """Returns the checkpoint's formats that some product reads; not for all matrices, perhaps."""
     float8 = any(entry.dtype == "F8_E4M3" for entry in tensors.values())
     four = any(
         name.endswith((".qweight", ".weight_packed", "_blocks")) and entry.dtype in ("I32", "U8")
@@ -131,7 +131,7 @@ def groups(tensors: Entries) -> list[Group]:
 
 
 def part(name: str, tensors: Entries) -> tuple[str, str]:
-    """Of which matrix, and what of it."""
+    """Returns the matrix that a tensor belongs to, and the tensor's role in it."""
     whole, role = belongs(name)
     if role in ("plain", "words", "packed") or any(numbers in tensors for numbers in numbers_of(whole)):
         return whole, role
@@ -164,8 +164,8 @@ def unused(name: str, checkpoint: Checkpoint) -> str | None:
 def format_of(
     group: Group, tensors: Entries, shape: Shape, quant_config: Told, chunks: int = 0
 ) -> StoredFormat | None:
-    """Of a matrix that must have this shape; None where it is not quantised. `chunks`: as in rules.Arranged.
-    Raises LoadError."""
+    """Returns the format of a matrix that must have this shape; None if it is not quantised. `chunks`: as in
+    rules.Arranged. Raises LoadError."""
     parts = group.entries(tensors)
     if chunks and parts.keys() != {"plain", "scale"}:
         raise LoadError(
@@ -238,7 +238,7 @@ def each(groups: int, columns: int) -> str:
 
 
 def float8(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
-    """Of experts in one tensor blocks alone are read."""
+    """Describes a matrix in float8. Experts in one tensor must have blocks. Raises LoadError."""
     weight, scale = parts["plain"], parts["scale"]
     *experts, rows, columns = shape if len(shape) == 3 else two(shape)
     if weight.dtype == "I8" and weight.shape == (rows, columns // 2) and columns % GROUP == 0:
@@ -371,7 +371,7 @@ def read_mxfp4(role: str, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
 
 
 def two(shape: Shape) -> tuple[int, int]:
-    """Of a parameter that is no matrix: a shape that nothing has."""
+    """Returns rows and columns; for a parameter that is no matrix, a shape that nothing has."""
     return (shape[0], shape[1]) if len(shape) == 2 else (-1, -1)
 
 

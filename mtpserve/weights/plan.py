@@ -108,7 +108,7 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """Of its tensor; of a quantised matrix the one with the numbers."""
+        """The name of its tensor; for a quantised matrix the tensor with the numbers."""
         return self.group.main
 
     @property
@@ -117,7 +117,7 @@ class Placement:
 
     @property
     def size(self) -> int:
-        """Of all of its tensors, in bytes."""
+        """The size of all its tensors, in bytes."""
         return sum(self.checkpoint.tensors[name].size for name in self.group.tensors.values())
 
     def stored(self, device: torch.device) -> QuantisedMatrix | None:

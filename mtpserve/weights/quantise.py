@@ -26,7 +26,7 @@ from mtpserve.weights.checkpoint.checkpoint import INDEX, Checkpoint
 from mtpserve.weights.checkpoint.hf import read_config
 from mtpserve.weights.checkpoint.layouts import mtp_layers
 
-# Of an indexer what is published in float8: the weights of its heads are not.
+# The matrices that are published in float8. The weights of an indexer's heads are not.
 MATRIX = re.compile(
     r".*\.(self_attn|mlp)\.(?!indexer\.weights_proj)(.*_proj(_with_mqa)?|indexer\.(wq_b|wk))\.weight"
 )

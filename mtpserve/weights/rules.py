@@ -71,7 +71,7 @@ class Arranged:
     chunks: int = 0
 
     def shape(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the checkpoint's tensor, where the parameter's is `wanted`."""
+        """Returns the shape of the checkpoint's tensor for a parameter of the shape `wanted`."""
         shape = (*wanted[:-2], wanted[-1], wanted[-2]) if self.turned else wanted
         return (1, *shape) if self.wrapped else shape
 

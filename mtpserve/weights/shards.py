@@ -45,7 +45,7 @@ class Stretch:
 
     @property
     def slices(self) -> tuple[slice, slice]:
-        """Of the whole dimension, and of the rank's."""
+        """The slices in the whole dimension and in the rank's."""
         return slice(self.start, self.stop), slice(self.at, self.at + self.stop - self.start)
 
 
@@ -79,8 +79,8 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Of a tensor of the checkpoint the slices `taken`, to the slices `to` of a parameter, or of one of its
-    experts."""
+    """A copy of the slices `taken` of a checkpoint's tensor to the slices `to` of a parameter, or of one of
+    its experts."""
 
     expert: int | None
     taken: Slices
@@ -91,8 +91,8 @@ class Move:
         return (parameter if self.expert is None else parameter[self.expert])[self.to]
 
     def by(self, rows: int, columns: int) -> Move:
-        """Of tensors in which one number stands for so many rows and columns: each part begins a new one.
-        columns 0: one for all."""
+        """Returns the move for tensors in which one number stands for so many rows and columns: each part
+        begins a new number. columns 0: one number for all."""
         block_shape = (*(1,) * (len(self.to) - 2), rows, columns)
         taken, to = (tuple(map(coarse, slices, block_shape)) for slices in (self.taken, self.to))
         return Move(self.expert, taken, to)
@@ -117,7 +117,7 @@ class Shard:
 
     @property
     def columns(self) -> int:
-        """Of the whole parameter."""
+        """The columns of the whole parameter."""
         return self.dims[-1].whole
 
     @property
@@ -128,8 +128,9 @@ class Shard:
     def moves(
         self, expert: int | None = None, rows: tuple[int, int] | None = None, every: bool = False
     ) -> Iterator[Move]:
-        """For a tensor that is these rows (start, number) of the whole parameter, or of one expert's matrix
-        in it, or of `every` one's; None: all rows. None at all if the rank has nothing of it."""
+        """Yields the moves for a tensor that is these rows (start, number) of the whole parameter, or of one
+        expert's matrix in it, or of `every` one's; None: all rows. Yields nothing if the rank has no part of
+        it."""
         dims, places = self.dims, list[int | None]([None])
         if expert is not None:
             held = (stretch.inside(expert, expert + 1) for stretch in self.dims[0].stretches)

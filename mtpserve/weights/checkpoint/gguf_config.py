@@ -14,7 +14,7 @@ from mtpserve.weights.checkpoint.hf_config import HFConfig
 
 F32, F16 = 0, 1  # GGUF's numbers of types
 REALS, BOOLS = ("rms_norm_eps", "routed_scaling_factor"), ("norm_topk_prob",)
-ENDS = ("eos", "eot", "eom")  # of a text, a turn, a message
+ENDS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
 # What changes a model's arithmetic in ways that no family here computes, unless it is zero.
 FOREIGN = (
     "attention.sliding_window", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias",
@@ -108,8 +108,8 @@ def _ends(header: GGUFHeader) -> list[str]:
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """Of matrices in 32 or 16 bits their own; quantised ones have fewer bits than bfloat16, from which most
-    were made."""
+    """Returns the dtype of matrices in 32 or 16 bits. Quantised ones have fewer bits than bfloat16, from
+    which most were made."""
     kinds = {tensor.kind for tensor in header.tensors if len(tensor.shape) > 1}
     return "float32" if kinds == {F32} else "float16" if kinds <= {F32, F16} else "bfloat16"
 

@@ -16,7 +16,7 @@ OUTSIDE = {
     "output.weight": "lm_head.weight",
 }
 ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3's scaling: read with the config
-BLOCK = {  # of the tensors blk.N.….weight and blk.N.….bias; below, a name with its end is that tensor alone
+BLOCK = {  # the tensors blk.N.….weight and blk.N.….bias; below, a name with its end is that tensor alone
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -28,7 +28,7 @@ BLOCK = {  # of the tensors blk.N.….weight and blk.N.….bias; below, a name w
     "ffn_down": "mlp.down_proj",
 }
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-EXPERTS = {  # of all experts of a layer in one tensor: {} is the expert's number
+EXPERTS = {  # all experts of a layer in one tensor: {} is the expert's number
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",

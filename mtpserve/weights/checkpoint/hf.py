@@ -101,7 +101,7 @@ def quantization(config: HFConfig) -> str:
 
 
 def quantization_section(config: HFConfig) -> HFConfig:
-    """Of config.json, or of the file beside it in which ModelOpt writes it."""
+    """Returns the section of config.json, or of the file beside it in which ModelOpt writes it."""
     beside = config.path.parent / "hf_quant_config.json"
     if config.has("quantization_config") or not beside.is_file():
         return config.section("quantization_config")
@@ -119,7 +119,7 @@ def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> Ro
     name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
     section = config.section(name)
     if section.get_bool("mrope_interleaved", False):
-        # Of text alone the three parts of a position are equal.
+        # For text alone the three parts of a position are equal.
         section = HFConfig(
             section.path,
             {k: v for k, v in section.values.items() if not k.startswith("mrope")},

@@ -51,7 +51,7 @@ class HFConfig:
         return self._get(name, default, "true or false", lambda v: type(v) is bool)
 
     def with_default(self, name: str, value: Any) -> HFConfig:
-        """With this value where the key is absent."""
+        """Returns the config with this value if the key is absent."""
         return self if self.has(name) else HFConfig(self.path, self.values | {name: value}, self.prefix)
 
     def section(self, name: str) -> HFConfig:

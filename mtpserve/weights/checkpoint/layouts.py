@@ -60,7 +60,7 @@ def mtp_layers(names: Iterable[str], num_layers: int) -> MTPLayout | None:
 
 
 def numbers_in(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
-    """Of layers, ascending."""
+    """Returns the numbers of layers in these names, ascending."""
     return sorted({int(hit[1]) for name in names if (hit := pattern.fullmatch(name))})
 
 
