@@ -33,9 +33,9 @@ MakeBlock = Callable[[int], Blocks]  # number in arch.layers → its blocks
 class Methods:
     """How a model's matrices are stored and multiplied."""
 
-    layers: LinearMethod  # of the trunk
+    layers: LinearMethod  # the trunk's
     head: LinearMethod
-    draft: LinearMethod  # of the checkpoint's own draft model
+    draft: LinearMethod  # the checkpoint's own draft model's
     # a copy of the head for drafting alone; None: it multiplies the trunk's
     draft_head: LinearMethod | None = None
 
@@ -85,7 +85,7 @@ class DecoderLayer(nn.Module):
         return x, residual
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> None:
-        """Of `forward`, what other rows need: keys and values."""
+        """Stores keys and values, the part of `forward` that other rows need."""
         assert self.attention_norm is not None
         cast(StoresRows, self.attention).store(self.attention_norm(x), rotation, context)
 
@@ -258,8 +258,8 @@ class MTPModules(nn.Module):
     def module(
         self, number: int, ids: Tensor, positions: Tensor, features: Tensor, contexts: Sequence[Context]
     ) -> Hidden:
-        """Of one of those that are chained: features [T, hidden] → its output, of which `features` is what
-        the next one gets."""
+        """Runs one of the chained modules: features [T, hidden] → its output. The next module gets the
+        output's `features`."""
         return cast(MTPHead, self.depths[number]).extend(
             ids, positions, features, contexts[number : number + 1]
         )
@@ -267,7 +267,7 @@ class MTPModules(nn.Module):
     def store_last_kv(
         self, ids: Tensor, positions: Tensor, features: Tensor, contexts: Sequence[Context]
     ) -> None:
-        """As `module`, for what later rows need of the last one's."""
+        """Stores what later rows need of the last module."""
         cast(MTPHead, self.depths[-1]).store_kv(ids, positions, features, contexts[-1:])
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
@@ -332,8 +332,8 @@ class DecoderModel(nn.Module):
         return self.head.forward(head, torch.float32)  # the module's own call takes as long as a small op
 
     def logits_of(self, tokens: Tensor) -> HeadProduct:
-        """For drafting: `logits` of these tokens [n] alone, [rows, hidden] → [rows, n] float32, by a copy of
-        the head's rows."""
+        """Returns the product for drafting: `logits` of these tokens [n] alone, [rows, hidden] → [rows, n]
+        float32, by a copy of the head's rows."""
         part = VocabularyHead(
             self.arch.hidden, len(tokens), self.methods.draft_head or self.methods.head, self.kernels.ranks
         )

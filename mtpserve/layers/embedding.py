@@ -25,7 +25,7 @@ class Vocabulary:
 
     @property
     def rows(self) -> int:
-        """Of each rank."""
+        """The rows of each rank."""
         return share(self.tokens, self.ranks.size)
 
     @property

@@ -40,7 +40,7 @@ class Fusion(nn.Module):
 
 
 class StreamFusion(nn.Module):
-    """Of several residual streams: project(norm(stream)) of each, and project(norm(embedding)) in addition to
+    """Fuses several residual streams: project(norm(stream)) of each, plus project(norm(embedding)) for
     all."""
 
     def __init__(self, arch: ModelArch, method: LinearMethod, kernels: Kernels) -> None:

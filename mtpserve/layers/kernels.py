@@ -260,13 +260,13 @@ class RunFusedLayer(Protocol):
     def store(
         self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], /
     ) -> None:
-        """As StoringLayer.store."""
+        """Stores as StoringLayer.store does."""
         ...
 
 
 class PackFusedLayer(Protocol):
     def __call__(self, embed: Embed, fuse: Fuse, layer: StoringLayer, norm: LastNorm, /) -> RunFusedLayer:
-        """As PackLayers, of one layer. `embed` is the trunk's, which may not be loaded yet."""
+        """Packs one layer, as PackLayers does. `embed` is the trunk's, which may not be loaded yet."""
         ...
 
 
@@ -284,7 +284,7 @@ class Kernels:
     pack: Pack
     pack_int8: PackInt8
     linear_stored: LinearStored
-    # of weights as they are in the checkpoint
+    # the product of weights as they are in the checkpoint
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
     ranks: Ranks = ALONE  # what sums and gathers the parts of products that ranks share
     # what reaches the routed experts where they are spread over several engines

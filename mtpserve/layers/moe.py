@@ -94,9 +94,8 @@ class SpreadMix:
 
 
 def experts_here(hidden: int, kernels: Kernels, layer: int, arch: MoEArch) -> Experts:
-    """Those that this process has of the layer with this number in `ModelArch.layers`. Of engines that share
-    experts `SpreadMix` reaches the others; of ranks each adds what its own experts give, as with all that
-    ranks divide."""
+    """Returns the experts that this process has of the layer with this number in `ModelArch.layers`. If
+    engines share experts, `SpreadMix` reaches the others. Ranks sum what their experts give."""
     if kernels.spread is not None:
         return Experts(hidden, arch, kernels.spread.owned(layer, arch.experts))
     ranks = kernels.ranks
@@ -130,8 +129,8 @@ def packed(
 
 
 class MoE(nn.Module):
-    """With a latent size, the routed experts are computed between two projections (Nemotron 3 Super,
-    https://arxiv.org/abs/2601.18089); the shared one is not."""
+    """A mixture of experts. With a latent size, the routed experts are computed between two projections
+    (Nemotron 3 Super, https://arxiv.org/abs/2601.18089); the shared one is not."""
 
     def __init__(
         self, hidden: int, arch: MoEArch, layer: int, method: LinearMethod, kernels: Kernels
@@ -195,7 +194,7 @@ class TokenRouter(Float32Linear):
 
 
 class TokenMoE(nn.Module):
-    """Of which experts may be known by the token alone."""
+    """A mixture of experts whose router may choose by the token alone."""
 
     def __init__(
         self, hidden: int, arch: MoEArch, layer: int, tokens: int, method: LinearMethod, kernels: Kernels

@@ -16,8 +16,8 @@ PACKED_ROWS = 8  # the row count for which the layout is optimised; others work 
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN lays out weights of this dtype here. In bfloat16 it needs AVX-512 or AVX-NE-CONVERT, and
-    raises without."""
+    """True if oneDNN lays out weights of this dtype here. For bfloat16 it needs AVX-512 or AVX-NE-CONVERT,
+    and raises without."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (

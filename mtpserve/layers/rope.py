@@ -115,8 +115,8 @@ class Rope(nn.Module):
 
 
 class Rotation:
-    """Of the rows of one pass. Kernels read the tables at the rows' positions; plain torch gathers the
-    tables' rows once for all layers.
+    """The rotation of the rows of one pass. Kernels read the tables at the rows' positions; plain torch
+    gathers the tables' rows once for all layers.
 
     `ids`: the rows' tokens, for layers that look something up by them."""
 
@@ -125,11 +125,11 @@ class Rotation:
 
     @cached_property
     def in_window(self) -> Rotation:
-        """Of layers with a window."""
+        """The rotation of layers with a window."""
         return self if self._rope.windowed is None else Rotation(self._rope.windowed, self.positions)
 
     def at(self, positions: Tensor) -> Rotation:
-        """Of other rows."""
+        """Returns the rotation of other rows."""
         return Rotation(self._rope, positions)
 
     @property
@@ -152,8 +152,8 @@ class Rotation:
         return torch.view_as_complex(rows).unsqueeze(1) if self.interleaved else rows.unsqueeze(2)
 
     def rotate_halves(self, x: Tensor) -> Tensor:
-        """As `rotate` with the halves of the first dim numbers side by side, however the tables are
-        interleaved."""
+        """Does what `rotate` does, with the halves of the first dim numbers side by side, however the tables
+        are interleaved."""
         cos, sin = self._halves
         half = cos.shape[-1]
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()

@@ -59,8 +59,8 @@ def torch_kernels() -> Kernels:
 
 
 def exact_kernels() -> Kernels:
-    """With these a row's numbers do not depend on the other rows of a pass, for passes of equal shape
-    (runtime/exact)."""
+    """Returns kernels for which a row's numbers do not depend on the other rows of a pass, for passes of
+    equal shape (runtime/exact)."""
     return replace(torch_kernels(), pack_experts=partial(partial, experts_row_by_row))
 
 
@@ -283,8 +283,7 @@ def hit_experts(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: RoutedExp
 
 
 def places_of(topk_ids: Tensor, experts: RoutedExperts) -> Tensor:
-    """Of each expert by its number the place in `experts`; of those that are elsewhere the place after the
-    last one."""
+    """Returns each expert's place in `experts`; for experts elsewhere the place after the last one."""
     if experts.first is None:
         return topk_ids
     number = len(experts.gate_up)

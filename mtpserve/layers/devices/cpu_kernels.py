@@ -60,7 +60,7 @@ from mtpserve.layers.torch_kernels import (
     torch_kernels,
 )
 
-MANY_ROWS = 64  # of which a layer takes so long that a call from Python is nothing
+MANY_ROWS = 64  # with so many a layer takes so long that a call from Python is nothing
 
 
 def cpu_kernels() -> Kernels:
@@ -194,7 +194,7 @@ class PanelMatrix:
 
     @property
     def gates(self) -> bool:
-        """Whether it can be [gate; up] of a gated product: each must be whole panels."""
+        """True if it can be [gate; up] of a gated product: each must be whole panels."""
         return bool(self.matrix.outputs % (2 * linear.PANEL) == 0)
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -236,7 +236,7 @@ class LayerStack:
     ) -> None:
         self.layers, self.norm, self.described, self.ranks = layers, norm, described, ranks
         self.last = fused.norm_of(norm.weight, norm.eps)
-        # of which `contexts` are: an engine's, weakly
+        # the engine's stores, weakly, which `contexts` belong to
         self.stores: Callable[[], Stores | None] = lambda: None
         self.contexts = stacks.Contexts([], [])
 

@@ -71,7 +71,7 @@ def gated(gate_up: Callable[[Tensor], Tensor], x: Tensor, gate: ClampedGate | No
 
 
 def has_plain_weight(module: Linear) -> bool:
-    """Whether its product is that of its weight as it is."""
+    """True if the product is that of the weight as it is."""
     return (
         isinstance(module.method, Unquantized | Kept)
         and module.packed is None

@@ -40,7 +40,7 @@ class Mamba2(nn.Module):
         )
         # its logarithm
         self.decay = nn.Parameter(torch.empty(kind.value_heads, dtype=torch.float32), requires_grad=False)
-        # of the steps
+        # the bias of the steps
         self.decay_bias = nn.Parameter(
             torch.empty(kind.value_heads, dtype=torch.float32), requires_grad=False
         )

@@ -24,7 +24,7 @@ from mtpserve.layers.linear import Linear
 from mtpserve.layers.mixers.mla import MLA
 from mtpserve.layers.rope import Rotation
 
-KEY_EPS = 1e-6  # of the norm of index keys, in every published model
+KEY_EPS = 1e-6  # epsilon of the norm of index keys, in every published model
 
 
 class LayerNorm(nn.Module):
