@@ -87,7 +87,8 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
 
 
 def ropes(config: HFConfig, dim: int) -> tuple[RopeArch, RopeArch]:
-    """Of layers with entries, and of those with a window alone, whose rotation is never scaled."""
+    """Returns the rotation of layers with entries, and of layers with a window alone, which is never
+    scaled."""
     rotated = config.get_int("qk_rope_head_dim", None, at_least=2)
     part = 64 / 512 if rotated is None else rotated / dim
     name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"

@@ -50,7 +50,7 @@ class Family:
 
 
 def feed_forward(arch: ModelArch, layer: int, method: LinearMethod, kernels: Kernels) -> nn.Module:
-    """Of the layer with this number in `arch.layers`: with experts, or dense."""
+    """Builds the feed-forward part of the layer with this number in `arch.layers`: experts, or dense."""
     gates = arch.gates[layer] if arch.gates else None
     if arch.moe is None or layer in arch.moe.dense:
         return MLP(

@@ -77,8 +77,8 @@ def arch(
 
 
 def windowed(config: HFConfig, kv: KVLayout) -> Sequence[LayerKind]:
-    """With `use_sliding_window`, layers from `max_window_layers` on see `sliding_window` positions, or those
-    that `layer_types` names."""
+    """Returns the layers' kinds. With `use_sliding_window`, layers from `max_window_layers` on see
+    `sliding_window` positions, or those that `layer_types` names."""
     layers, sliding = (
         config.get_int("num_hidden_layers", at_least=1),
         config.get_bool("use_sliding_window", False),
@@ -125,7 +125,7 @@ def layer_names(arch: ModelArch) -> Names:
 
 
 def attention_names(arch: ModelArch) -> Names:
-    """Of the attention, and of a layer's norms."""
+    """Returns the names of the attention's tensors and of a layer's norms."""
     names: Names = [
         (r"input_layernorm\.weight", "attention_norm.weight", Copy()),
         (r"post_attention_layernorm\.weight", "mlp_norm.weight", Copy()),

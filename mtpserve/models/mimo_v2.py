@@ -69,7 +69,7 @@ def same_as_full(config: HFConfig, name: str, other: str) -> None:
 
 
 def kinds(config: HFConfig, head_dim: int) -> tuple[list[LayerKind], LayerKind]:
-    """Of the trunk's layers, and of one with a window."""
+    """Returns the kinds of the trunk's layers, and the kind with a window."""
     layers, pattern = config.get_int("num_hidden_layers", at_least=1), config.raw("hybrid_layer_pattern")
     is_valid = isinstance(pattern, list) and len(pattern) == layers and set(pattern) <= {0, 1}
     config.require(

@@ -81,7 +81,7 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
 
 
 def layer_types(config: HFConfig, mtp_layers: int) -> list[str]:
-    """Of the trunk's layers, then of the MTP layers that are loaded."""
+    """Returns the types of the trunk's layers, then of the MTP layers that are loaded."""
     layers, raw_types = config.get_int("num_hidden_layers", at_least=1), config.raw("layer_types")
     types = [gqa.FULL] * (layers + mtp_layers) if raw_types is None else raw_types
     is_valid = (
@@ -98,8 +98,8 @@ def layer_types(config: HFConfig, mtp_layers: int) -> list[str]:
 
 
 def of_type(config: HFConfig, name: str, types: Sequence[str]) -> HFConfig:
-    """With one rotation, that of the layers of this type: `rope_parameters` has them by their names, other
-    keys have lists for all layers. Scaling is for layers that attend to everything."""
+    """Returns the config with one rotation, that of the layers of this type. `rope_parameters` has rotations
+    by type; other keys have lists for all layers. Scaling is for layers that attend to everything."""
     by_name = config.section("rope_parameters")
     if by_name.has(name):
         return HFConfig(
@@ -195,7 +195,7 @@ def dense(config: HFConfig, mtp_layers: int) -> tuple[int, ...]:
 
 
 def gates(config: HFConfig, layers: int) -> tuple[LayerGates | None, ...]:
-    """Of each layer; none at all where no activation is limited."""
+    """Returns the gates of each layer; an empty tuple if no activation is limited."""
     of_dense, of_experts = (
         limits(config, "swiglu_limits_shared", layers),
         limits(config, "swiglu_limits", layers),
