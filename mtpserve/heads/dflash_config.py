@@ -28,10 +28,10 @@ class DFlashArch:
     model: ModelArch  # its own layers
     taps: tuple[int, ...]
     mask: int
-    size: int  # of the blocks that it was trained on, the last committed token included
-    causal: tuple[bool, ...]  # of each layer, inside a block
+    size: int  # rows of the blocks that it was trained on, with the last committed token
+    causal: tuple[bool, ...]  # by layer: a block's rows see only those before them
     embedding_scale: float
-    multiplier: float  # of the logits, before `softcap` bounds them
+    multiplier: float  # a factor of the logits, before `softcap` bounds them
     softcap: float | None
     convolution: tuple[int, int] | None  # taps, and numbers that share a kernel
     selector: Selector | None
@@ -82,7 +82,7 @@ def read(config: HFConfig, trunk: ModelArch) -> DFlashArch:
 
 
 def either(config: HFConfig, section: HFConfig, name: str) -> HFConfig:
-    """Where the key is: older files have it at the top."""
+    """Returns the config that has the key: older files have it at the top."""
     return config if config.has(name) and not section.has(name) else section
 
 
@@ -128,7 +128,8 @@ def model_of(config: HFConfig, section: HFConfig) -> ModelArch:
 
 
 def windows(config: HFConfig, section: HFConfig) -> list[int | None]:
-    """Of each layer: where `layer_types` says so, or all with `use_swa`."""
+    """Returns each layer's window or None: layers that `layer_types` names have one, or all with
+    `use_swa`."""
     types, layers = layer_types(config), config.get_int("num_hidden_layers", at_least=1)
     every = section.get_bool("use_swa", False) and (types is None or SLIDING not in types)
     sliding = [every or (types is not None and types[i] == SLIDING) for i in range(layers)]
@@ -142,8 +143,8 @@ def windows(config: HFConfig, section: HFConfig) -> list[int | None]:
 
 
 def causal(config: HFConfig, section: HFConfig, layers: int) -> tuple[bool, ...]:
-    """Whether a block's rows see only those before them: where nothing is said, in the layers that
-    `layer_types` calls sliding."""
+    """Returns for each layer whether a block's rows see only those before them. By default these are the
+    layers that `layer_types` calls sliding."""
     said = config.get_bool("is_causal", None)
     said = section.get_bool("causal", None) if said is None else said
     types = layer_types(config)

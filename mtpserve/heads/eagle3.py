@@ -62,7 +62,7 @@ class Eagle3Arch:
     own_embedding: bool
     own_head: bool
     fuse_bias: bool
-    norms: str | None  # of what is tapped: "each" layer's, "all" together
+    norms: str | None  # norms of tapped layers: "each" apart, "all" together
     norm_output: bool
     norm_before_residual: bool
 
@@ -93,7 +93,7 @@ class JoiningLayer(nn.Module):
         return self.mlp(x), residual
 
     def store(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, context: Context) -> None:
-        """Of `forward`, what other rows need: keys and values."""
+        """Stores keys and values, the part of `forward` that other rows need."""
         self.attention.store(self.joined(embedded, hidden)[0], rotation, context)
 
     def joined(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ from mtpserve.weights.rules import Copy, Drop, Rule
 
 
 def arch(config: HFConfig, checkpoint: Checkpoint, name: str, trunk: ModelArch) -> ModelArch:
-    """Of the layers, as Llama and Qwen3 have them: a bias or a norm of each head is there where its tensor
-    is. The trunk's layers may be of any kind but those between several residual streams. Raises LoadError or
+    """Returns the architecture of the layers, which Llama and Qwen3 have: a bias or a norm of each head is
+    there if its tensor is. The trunk must not have several residual streams. Raises LoadError or
     UnsupportedModel."""
     if config.has("kv_lora_rank"):
         raise config.unsupported("kv_lora_rank", "none, for a head whose layers have grouped-query attention")

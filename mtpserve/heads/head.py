@@ -76,7 +76,7 @@ class Separate:
 
 
 def opened(directory: Path, config: EngineConfig) -> Checkpoint:
-    """With --load-format dummy there are no tensors."""
+    """Opens the checkpoint, without tensors for --load-format dummy. Raises LoadError."""
     if config.model.load_format == "dummy":
         return Checkpoint(directory, {})
     pickles = [file.name for pattern in ("*.bin", "*.pt") for file in sorted(directory.glob(pattern))]

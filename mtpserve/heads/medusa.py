@@ -144,14 +144,14 @@ class Medusa(Separate):
 
 
 def numbers(config: HFConfig) -> tuple[int, int]:
-    """Of heads, and of the residual blocks of each: by the authors' keys, or by vLLM's."""
+    """Returns the number of heads, and of residual blocks in each: by the authors' keys, or by vLLM's."""
     ours = config.has("medusa_num_heads")
     heads = config.get_int("medusa_num_heads" if ours else "num_heads", at_least=1)
     return heads, config.get_int("medusa_num_layers" if ours else "num_hidden_layers", 1, at_least=1)
 
 
 def rules_of(arch: MedusaArch, names: list[str]) -> list[Rule]:
-    """Of tensors `names`, whose heads after the first ones are not used."""
+    """Returns the rules of the tensors `names`. They drop heads after the used ones."""
     start = re.escape(next((match[0] for name in names if (match := re.match(r"medusa_heads?\.", name))), ""))
 
     def some(count: int) -> tuple[str, str]:
