@@ -27,7 +27,7 @@ def scale_shape(rows: int, columns: int, block: tuple[int, int] = BLOCK) -> tupl
 
 
 def in_blocks(weight: Tensor, scale: Tensor) -> bool:
-    """Whether the scales are those of blocks of a matrix, or of the matrices of experts."""
+    """True if the scales are those of blocks of a matrix, or of the matrices of experts."""
     return tuple(scale.shape) == (*weight.shape[:-2], *scale_shape(*weight.shape[-2:]))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mtpserve.core.protocols.linear import LinearKernels, Packed
 
-# of a matrix that are widened at a time: a whole one in float32, several times, would be the largest thing in
+# numbers that are widened at a time: a whole matrix in float32, several times, would be the largest thing in
 # memory
 NUMBERS = 1 << 20
 
@@ -21,7 +21,7 @@ class Int8:
 
     def __init__(self, kernels: LinearKernels) -> None:
         self.kernels = kernels
-        # of each matrix: the length of what rounding changed over that of the matrix
+        # for each matrix, the norm of the rounding error over the norm of the matrix
         self.errors: list[float] = []
 
     def finish(self, module: nn.Module, lookups: bool = False) -> None:

@@ -24,7 +24,7 @@ from mtpserve.quant.fp8 import BLOCK, FP8, SCALE, dequantize_block, in_blocks, i
 from mtpserve.quant.mxfp4 import dequantize_mxfp4
 
 ZEROS = "_zeros"  # suffix of a matrix's name, in modules
-MIDDLE = 8  # of four bits: the number that stands for 0 where there are no zeros
+MIDDLE = 8  # the number of four bits that stands for 0 where there are no zeros
 # that are widened at a time: in float32, several times, a whole matrix would be the largest thing in memory
 NUMBERS = 1 << 22
 
@@ -38,7 +38,7 @@ class QuantisedMatrix:
 
     @property
     def columns(self) -> int:
-        """Of a matrix whose integers have four bits, where it has integers."""
+        """The columns of the matrix. Its integers, if it has any, have four bits."""
         return self.numbers.shape[-1] * (2 if self.numbers.dtype == torch.uint8 else 1)
 
     @property

@@ -13,7 +13,7 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 def has_float32_product(device: torch.device) -> bool:
-    """Whether torch multiplies numbers of HALF_TYPES to float32 there: sums that are not rounded first,
+    """True if torch multiplies numbers of HALF_TYPES to float32 there: sums that are not rounded first,
     without a copy that widens them."""
     return device.type == "cuda"
 
