@@ -38,11 +38,11 @@ class PlannedCompressed:
     pool: KVPool
     entries: KVPool
     slots: Tensor  # [T], where the rows are stored
-    window: list[Tensor]  # of each row the slots of its window, in the order of positions
-    seen: list[Tensor]  # of each row the entries that it may see
+    window: list[Tensor]  # by row: the slots of its window, in the order of positions
+    seen: list[Tensor]  # by row: the entries that it may see
     completed: Completed
     by: list[int]  # the rows that complete them
-    best: int | None  # of the entries, that are selected; None: all
+    best: int | None  # how many entries are selected; None: all
     scale: float
     choice: ChosenRows
 
@@ -130,8 +130,8 @@ def plan_compressed(batch: Batch, store: Store, page_size: int, scale: float) ->
 def entries_of_rows(
     batch: Batch, page_size: int, store: Store, every: int
 ) -> tuple[list[Tensor], dict[int, int]]:
-    """Of each row the places of the entries that it may see, in order; and the rows that complete one, with
-    the place of that."""
+    """Returns for each row the places of the entries that it may see, in order; and the rows that complete an
+    entry, with its place."""
     entries, places = list[Tensor](), dict[int, int]()
     ends = batch.query_start_loc.tolist()
     lengths = batch.seq_lens.tolist()

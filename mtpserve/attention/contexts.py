@@ -16,8 +16,9 @@ from mtpserve.core.protocols.attention import Context
 
 
 class SelectingContext(Context, Protocol):
-    """Of a layer that attends to selected tokens. It stores its rows' index keys, too, and selects before it
-    attends; or it does neither, and attends to what the last layer before it has selected."""
+    """The context of a layer that attends to selected tokens. It stores its rows' index keys, too, and
+    selects before it attends; or it does neither, and attends to what the last layer before it has
+    selected."""
 
     @property
     def index_keys(self) -> IndexKeys:
@@ -40,8 +41,8 @@ class Completed(NamedTuple):
 
 
 class CompressingContext(Context, Protocol):
-    """Of a layer that attends to entries, too. It stores its rows and their inputs, makes the entries that
-    these complete, and selects among them where its kind does, before it attends."""
+    """The context of a layer that attends to entries, too. It stores its rows and their inputs, makes the
+    entries that these complete, and selects among them if its kind does, before it attends."""
 
     @property
     def inputs(self) -> Tensor:
@@ -61,7 +62,7 @@ class CompressingContext(Context, Protocol):
     def entry_index_keys(self) -> IndexKeys: ...
 
     def select(self, q: Tensor, weights: Tensor) -> None:
-        """As SelectingContext.select, among entries."""
+        """Selects among entries, as SelectingContext.select does among tokens."""
         ...
 
 

@@ -51,7 +51,7 @@ class ExactAttention:
                 continue
             rows = seen_by_rows(batch, self.stores.page_size, group)
             if kind.window is not None:
-                # Of a path the last `window` places are the window: positions go up by one along it.
+                # The last `window` places of a path are the window: positions go up by one along it.
                 rows = [slots[-kind.window :] for slots in rows]
             lengths = [len(slots) for slots in rows]
             planned.append(

@@ -30,7 +30,7 @@ class Recur(Protocol):
 
 
 class NoContext(NamedTuple):
-    """Of a layer that keeps nothing."""
+    """The context of a layer that keeps nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,6 +231,6 @@ def attend(
         scores = torch.baddbmm(mask.expand(q.shape[0], -1, -1), q, k.mT, alpha=scale)
     weights = scores.softmax(-1, dtype=torch.float32)
     if sinks is not None:
-        # Of e^lse + e^sink, which is what all weights would have to be divided by, the keys have this part.
+        # All weights would have to be divided by e^lse + e^sink; the keys have this part of it.
         weights *= (scores.float().logsumexp(-1, keepdim=True) - sinks).sigmoid()
     return torch.bmm(weights.to(v.dtype), v)

@@ -14,8 +14,9 @@ BLOCK = 64  # keys; fewer shapes, and so fewer ways for a library to add up
 
 
 def seen_by_rows(batch: Batch, page_size: int, group: int) -> list[Tensor]:
-    """For each row the slots of the tokens up to it, of a tree those on its path, in the order of their
-    positions. A row that would see nothing sees the first token: it stands before all rows that count."""
+    """Returns for each row the slots of the tokens that it sees, in the order of positions: all up to it, of
+    a tree those on its path. A row that would see nothing sees the first token: it stands before all rows
+    that count."""
     ends = batch.query_start_loc.tolist()
     lengths = batch.seq_lens.tolist()
     seats = batch.req_indices.tolist()

@@ -28,9 +28,9 @@ MAX_TOKENS = 1 << 14  # whose keys are copied side by side at a time
 
 @dataclass(slots=True)
 class ChosenRows:
-    """Of one pass: what the last layer that selects has selected. The layers run one after the other."""
+    """The selection of the last layer that selects, in one pass. The layers run one after the other."""
 
-    slots: list[Tensor] = field(default_factory=list)  # of each row, in the order of positions
+    slots: list[Tensor] = field(default_factory=list)  # by row, in the order of positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class PlannedSelected:
 
     pool: KVPool
     slots: Tensor  # [T], where the rows are stored
-    seen: list[Tensor]  # of each row the slots that it may see
+    seen: list[Tensor]  # by row: the slots that it may see
     best: int
     scale: float
     choice: ChosenRows

@@ -33,7 +33,7 @@ class RowsSeen:
 
 @dataclass(slots=True)
 class ChosenSlots:
-    """Of one pass: what the last layer that selects has selected. The layers run one after the other."""
+    """The selection of the last layer that selects, in one pass. The layers run one after the other."""
 
     slots: Tensor | None = None  # [T, best]
     counts: Tensor | None = None  # [T]
