@@ -1,2 +1,2 @@
-"""Where keys and values live: the accounting of pages (`pages`), their storage (`pool`), and which layer uses
-which (`stores`)."""
+"""Keys and values: the accounting of pages (`pages`), their storage (`pool`), and which layer uses which pool
+(`stores`)."""

@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 MAGIC = b"mtpserve kv 1\n\0\0"
 HEADER = struct.Struct("<16s16s16sIIQ")  # magic, fingerprint, key, group, checksum, bytes
 SUFFIX = ".kv"
-FOLDER = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{32}\.old)?")  # of a model; also one that is being deleted
+FOLDER = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{32}\.old)?")  # a model's folder; also one that is being deleted
 SCAN_EVERY = 0.05  # share of the bound that may be written before the folder is looked at again
 
 
 class DiskPages:
-    """For several threads at once. `limit`: bytes of all files in the directory. Raises ConfigError for one
-    that cannot be written."""
+    """Pages on disk, for several threads at once. `limit`: bytes of all files in the directory. Raises
+    ConfigError for a directory that cannot be written."""
 
     def __init__(self, directory: str, limit: int, fingerprint: bytes) -> None:
         if len(fingerprint) != 16:
@@ -141,7 +141,8 @@ class DiskPages:
         threading.Thread(target=_delete, args=(aside,), name="clear pages", daemon=True).start()
 
     def _make_room(self, size: int) -> None:
-        """For a file of so many bytes. Others write here, too: now and then all files are counted."""
+        """Makes room for a file of so many bytes. Other processes write here, too: now and then all files are
+        counted."""
         with self._lock:
             self._since_scan += size
             if self._since_scan < SCAN_EVERY * self.limit:

@@ -289,7 +289,7 @@ class PageGroups:
             group.allocator.forget()
 
     def has(self, held: Sequence[Held], tokens: int) -> bool:
-        """Whether a request has the pages of all columns up to `tokens`, but for those that it has
+        """True if a request has the pages of all columns up to `tokens`, except those that it has
         released."""
         # all() of a generator costs twice as much, and every request in every step asks for this
         for one in held[: self.dense]:  # noqa: SIM110
@@ -306,7 +306,7 @@ class PageGroups:
         ]
 
     def has_room(self, columns: int) -> bool:
-        """For so many more of one request."""
+        """True if one request can have so many more columns."""
         return all(group.window is not None or columns <= group.allocator.free_count for group in self.groups)
 
     def are_free(self, counts: Iterable[int]) -> bool:

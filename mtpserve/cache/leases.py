@@ -36,7 +36,7 @@ class Leases:
         self._open: dict[str, Lease] = {}
         self._coming: set[str] = set()  # their pages are still being copied to host memory
         self._ended: list[dict[Place, int]] = []
-        self._names: dict[str, None] = {}  # of those that have ended, the oldest first
+        self._names: dict[str, None] = {}  # names of ended leases, the oldest first
         self.offered = self.expired = 0  # leases
         self.sent_pages = self.sent_bytes = 0
         self.sent_seconds = 0.0
@@ -103,7 +103,7 @@ class Leases:
             return None if lease is None or lease.ends <= self.clock() else dict(lease.pages)
 
     def holds(self, name: str, places: Iterable[Place]) -> bool:
-        """Whether these pages' blocks are still theirs."""
+        """True if the blocks still hold these pages."""
         with self._changed:
             lease = self._open.get(name)
             return (

@@ -118,7 +118,7 @@ class KVPool:
         return self.k[layer, :, :, : self.layout.value_dim] if self.v is None else self.v[layer]
 
     def index_keys(self, layer: int) -> IndexKeys:
-        """Of layers that have them."""
+        """Returns the index keys of a layer that has them."""
         assert self.index is not None
         return IndexKeys(self.index[layer], None if self.scales is None else self.scales[layer])
 

@@ -1,5 +1,5 @@
-"""Where layers keep what they stored: one pool per kind of layer. A layer is an index in it, and knows
-neither.
+"""The places where layers keep what they stored: one pool per kind of layer. A layer is an index in it, and
+knows neither.
 
     layers   full  full  window  full  window  full           stores   full: 4 layers        window: 2 layers
     place    0, 0  0, 1  1, 0    0, 2  1, 1    0, 3
@@ -32,9 +32,9 @@ N = TypeVar("N", int, Tensor)
 class Store(NamedTuple):
     kind: Attention
     pool: KVPool
-    group: int  # of its pages
+    group: int  # the group of its pages
     entries: KVPool | None = None  # in the pages of group 0
-    nodes: int = 0  # of each seat, that have a place for an entry
+    nodes: int = 0  # nodes of each seat that have a place for an entry
 
     def of_node(self, req_idx: N, node: N) -> N:
         """The place of the entry that a node completes; the first one after the root is 1."""
@@ -43,12 +43,12 @@ class Store(NamedTuple):
 
     @property
     def pools(self) -> list[tuple[int, KVPool]]:
-        """With the groups of their pages."""
+        """The pools, with the groups of their pages."""
         return [(self.group, self.pool), *([] if self.entries is None else [(0, self.entries)])]
 
 
 class Place(NamedTuple):
-    """Of a layer."""
+    """The place of a layer."""
 
     store: int
     layer: int  # among the layers of this store
