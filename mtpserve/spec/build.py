@@ -78,8 +78,8 @@ class NullDrafter:
 
 
 def reduced_head(trunk: Trunk, model: DraftModel, token_map: list[int] | None) -> ReducedHead | None:
-    """Where drafting has fewer tokens than the vocabulary: by the operator's map, or because the draft model
-    has no more."""
+    """Returns the head for drafting with fewer tokens than the vocabulary: by the operator's map, or because
+    the draft model has no more. None: all tokens."""
     model_tokens = model.tokens
     if model_tokens is not None:
         return ReducedHead(model_tokens, trunk.arch.vocab, model.logits)

@@ -47,7 +47,7 @@ class DescribedChain:
 
     model: DraftModel
     chain: chain.Chain | None
-    group: int = 0  # of the pages that its rows are stored in
+    group: int = 0  # the group of the pages that its rows are stored in
 
 
 def draft_chain(

@@ -34,8 +34,8 @@ class Curve:
     lengths: tuple[float, ...]  # at 1, 2, 3 … drafts
 
     def rates(self, depth: int) -> list[float]:
-        """For drafts 1 … depth, the probability of acceptance given that all before it were accepted; after
-        the curve's end, its last one."""
+        """Returns the acceptance of drafts 1 … depth, given that all before were accepted. After the curve's
+        end its last rate is repeated."""
         rates = conditional(self.lengths)
         return (rates + rates[-1:] * depth)[:depth]
 

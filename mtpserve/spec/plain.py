@@ -10,7 +10,7 @@ import msgspec
 
 from mtpserve.core.sampling import SamplingParams, Speculation
 
-PLAIN_FIELDS = {"speculative": {"enabled": False}}  # of a request over HTTP
+PLAIN_FIELDS = {"speculative": {"enabled": False}}  # fields of a request over HTTP
 HOW = "--speculative-algorithm NEXTN"  # the option that makes a difference
 
 
@@ -31,5 +31,5 @@ def plainly(params: SamplingParams) -> SamplingParams:
 
 
 def looks_ahead(card: Card | ListedSteps) -> bool:
-    """Whether requests are drafted for at all."""
+    """True if requests are drafted for at all."""
     return card.speculative_steps > 0

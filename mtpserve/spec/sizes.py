@@ -30,6 +30,6 @@ def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:
 
 
 def coupled(spec: SpecConfig) -> bool:
-    """Whether all drafts are point masses coupled to the target's noise. A chain from one draft model alone
+    """True if all drafts are point masses coupled to the target's noise. A chain from one draft model alone
     is instead sampled and verified by rejection, which accepts more."""
     return spec.steps > 0 and (spec.topk > 1 or spec.ngram or spec.lossy)

@@ -107,7 +107,7 @@ class ModuleChain:
 
 
 class Output(NamedTuple):
-    """Of one module."""
+    """The output of one module."""
 
     head: Tensor
     features: Tensor

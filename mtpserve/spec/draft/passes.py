@@ -155,7 +155,7 @@ class DraftPasses:
             return self.model.extend(rows.input_ids, rows.positions, features, self.attention.plan(rows)).at(
                 last
             ), req_indices
-        # Of most rows only what later rows need is of use.
+        # Most rows are needed only for later rows.
         self.model.store_kv(rows.input_ids, rows.positions, features, self.attention.plan(rows))
         ends = self.rows(
             batch, req_indices, rows.input_ids[last], rows.token_indices[last], rows.positions[last]
@@ -172,8 +172,8 @@ class DraftPasses:
         )
 
     def splits(self, rows: Batch, last: Tensor) -> bool:
-        """Whether keys and values of all rows are computed first, and then the outputs of the `last` ones [D]
-        alone."""
+        """True if the pass first computes keys and values of all rows, then the outputs of the `last` ones
+        [D] alone."""
         return rows.input_ids.shape[0] >= max(SPLIT_ROWS, SPLIT_EACH * last.shape[0])
 
     def block(self, batch: Batch, req_indices: Tensor, ids: Tensor, index: Tensor, mask: int) -> Hidden:
@@ -198,7 +198,7 @@ class DraftPasses:
     def skip(
         self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
     ) -> None:
-        """In the place of `extend`, where nothing is drafted."""
+        """Replaces `extend` in a step that drafts nothing."""
         if self.chain is not None:
             self.extend(batch, hidden, verify_output)  # every row needs nearly all of it
             return

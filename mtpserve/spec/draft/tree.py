@@ -198,11 +198,12 @@ def tree_of(parents: Tensor, depth: int) -> Tree:
 
 @cache
 def bit_of(first: int, end: int, device: torch.device) -> Tensor:
-    """Of nodes: 1 << i, made once, as `numbers` is."""
+    """Returns 1 << i for each node i, made once, as `numbers` is."""
     return 1 << numbers(first, end, 1, device)
 
 
 @cache
 def depths_of(first: int, sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Of so many nodes at each depth from `first` on: made once, as `numbers` is."""
+    """Returns the depth of each node: `sizes` nodes at each depth from `first` on. Made once, as `numbers`
+    is."""
     return torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(sizes, first)])
