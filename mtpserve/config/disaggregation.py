@@ -12,7 +12,7 @@ import msgspec
 from mtpserve.config.options import check, option
 from mtpserve.core.errors import ConfigError
 
-HOST_GIB = 1.0  # of host memory for pages, unless --kv-offload-gib says otherwise
+HOST_GIB = 1.0  # host memory for pages, unless --kv-offload-gib says otherwise
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}  # vLLM's
 CONNECTOR = "NixlConnector"
 # vLLM's other fields: they say something about its own buffers, or the same as an option of ours.
@@ -139,7 +139,7 @@ class DisaggregationConfig:
         return str(self.transfer.get("kv_ip", self.disaggregation_host))
 
     def port(self, engine: int) -> int:
-        """Of one of several engines."""
+        """Returns the port of one of several engines. Raises ConfigError."""
         port = int(self.transfer.get("kv_port", self.disaggregation_bootstrap_port))
         check(
             port + engine < 65536,

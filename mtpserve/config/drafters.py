@@ -30,8 +30,8 @@ MTP = "mtp"
 
 
 def source_name(drafter: str | None, path: str | None) -> str:
-    """Of a draft model in traces and metrics: `mtp` for the checkpoint's own layer, else the first of its
-    algorithm's names. `path`: of the draft model."""
+    """Returns the name of a draft model in traces and metrics: `mtp` for the checkpoint's own layer, else the
+    first of its algorithm's names. `path`: the draft model's."""
     if drafter is None or DRAFTERS.get(drafter).in_checkpoint(path):
         return MTP
     return next(

@@ -81,13 +81,14 @@ def moved(endpoint: str, engine: int) -> str:
 
 
 def listens(endpoint: str) -> bool:
-    """As in vLLM: an endpoint with * or ::, or in the file system, is listened on, another machine's is
-    connected to. Unlike there, this machine's own loopback addresses are listened on."""
+    """True if the endpoint is listened on. As in vLLM these are endpoints with * or ::, or in the file
+    system; another machine's is connected to. Unlike there, this machine's own loopback addresses are
+    listened on."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://") or is_local(endpoint)
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether only this machine's processes reach it."""
+    """True if only this machine's processes reach it."""
     host = re.fullmatch(r"tcp://\[?(.+?)\]?:[^:]*", endpoint)
     try:
         return host is None or host[1] == "localhost" or ipaddress.ip_address(host[1]).is_loopback
