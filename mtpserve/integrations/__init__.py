@@ -1,2 +1,1 @@
-"""Where other projects place engines and send requests to them. What they need is installed by the extra of
-the same name."""
+"""Engines and requests of other projects. What they need is installed by the extra of the same name."""

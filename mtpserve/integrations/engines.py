@@ -33,7 +33,7 @@ def values_of(args: Mapping[str, object]) -> Values:
 
 
 def chosen(values: Values, foreign: Collection[str], whose: str) -> Settings:
-    """Those in `foreign` are the other project's. Raises ConfigError."""
+    """Returns the settings. Raises ConfigError for an option in `foreign`, which the other project sets."""
     for name in foreign:
         if name in values:
             raise ConfigError(f"--{name.replace('_', '-')} is {whose} here and cannot be set")

@@ -75,8 +75,8 @@ class ServedReplica:
 
 
 def app(args: Mapping[str, Any]) -> Application:
-    """For `serve run` and `serve deploy`: options of `mtpserve launch`, and `deployment` with Ray's own, as a
-    mapping or JSON. Raises ConfigError."""
+    """Builds the app for `serve run` and `serve deploy`. `args`: options of `mtpserve launch`, and
+    `deployment` with Ray's own, as a mapping or JSON. Raises ConfigError."""
     options = dict(args)
     overrides = options.pop("deployment", {})
     with contextlib.suppress(ValueError):
