@@ -48,7 +48,7 @@ async def dump_stacks(process: int) -> None:
 
 
 def children(process: int) -> list[int]:
-    """Those of a process, where the system tells."""
+    """Returns the ids of a process's children; none if the system does not tell."""
     try:
         threads = list(Path(f"/proc/{process}/task").iterdir())
         return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]

@@ -42,7 +42,7 @@ class Profiling:
         self._others = others
         self._running: tuple[profile, ProfileChange] | None = None
         self._left = 0  # steps until it ends by itself
-        self._ended = ProfileReport()  # of a trace that has ended by itself, until somebody asks
+        self._ended = ProfileReport()  # the report of a trace that has ended by itself, until somebody asks
 
     def take(self, change: ProfileChange) -> ProfileReport:
         """Never raises: a trace that cannot be taken or written harms no request."""
@@ -111,8 +111,8 @@ def file_of(change: ProfileChange, which: str) -> Path:
 
 
 def profiling_of(engine: object, number: int, announce: Callable[[], None]) -> Profiling:
-    """Of an engine's process. Its runner may be inside of others, one of which has all ranks do what it
-    does."""
+    """Returns the profiling of an engine's process. Its runner may be inside of others, one of which has all
+    ranks do what it does."""
     inner, others = engine, None
     while others is None and (inner := getattr(inner, "runner", None)) is not None:
         others = getattr(inner, "others", None)

@@ -83,7 +83,7 @@ class Replica:
     hangs: int = 0
     since: float = 0.0  # when it came up
     lost: EngineStats = field(default_factory=EngineStats)
-    reason: str = ""  # of its last death
+    reason: str = ""  # why it last died
     open: set[str] = field(default_factory=set)  # ids of its requests
 
     @property
@@ -185,7 +185,7 @@ class Replicas:
 
     @property
     def requests(self) -> int:
-        """Those that run or wait."""
+        """The number of requests that run or wait."""
         return len(self._open)
 
     @property
@@ -385,7 +385,7 @@ class Replicas:
             replica.client.reset_prefix_cache()
 
     async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
-        """Of all engines that are up. Raises EngineDead."""
+        """Sets the speculation of all engines that are up. Raises EngineDead."""
         up = [replica for replica in self._replicas if replica.state == "up"]
         reports = await asyncio.gather(
             *(replica.client.set_spec(change) for replica in up), return_exceptions=True
@@ -400,7 +400,7 @@ class Replicas:
         return spec_reports
 
     async def profile(self, change: ProfileChange) -> list[ProfileReport]:
-        """Of all engines that are up. Raises EngineDead."""
+        """Profiles all engines that are up. Raises EngineDead."""
         up = [replica for replica in self._replicas if replica.state == "up"]
         reports = await asyncio.gather(
             *(replica.client.profile(change) for replica in up), return_exceptions=True
