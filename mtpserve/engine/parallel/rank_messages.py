@@ -62,11 +62,11 @@ class LaunchStep(RankMessage, frozen=True):
 class Read(RankMessage, frozen=True):
     """The result of the oldest step that was not read yet."""
 
-    digest: int  # of rank 0's
+    digest: int  # rank 0's digest
 
 
 class FinishTick(RankMessage, frozen=True):
-    """Of engines that share their experts: go on with rounds until all engines have finished theirs
+    """Tells engines that share their experts to go on with rounds until all engines have finished theirs
     (runtime/parallel/rounds)."""
 
 
@@ -114,7 +114,7 @@ ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def digest(result: StepResult) -> int:
-    """Of the tokens that a step committed, which are the same in all ranks."""
+    """Returns a checksum of the tokens that a step committed, which are the same in all ranks."""
     return crc32(repr([span.tokens for span in result.spans]).encode())
 
 

@@ -78,13 +78,13 @@ class Other:
 
 
 class RankProcesses:
-    """Those of ranks 1 … size - 1; none where the size is 1. `ranks` is what the layers need of them, once
-    `connect` was called."""
+    """The processes of ranks 1 … size - 1; none if the size is 1. `ranks` is what the layers need of them,
+    once `connect` was called."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.size = config.parallel.ranks
         self.ranks: Ranks = ALONE
-        self.failure: MTPServeError | None = None  # of the first one that has ended
+        self.failure: MTPServeError | None = None  # the failure of the first process that has ended
         self.files, self.transfers = shared_files(config), TransfersOfEach(self.size)
         self._sending, self._ending, self._ended, self._noticed = Lock(), Lock(), Event(), Event()
         self._inside = self._closing = False
@@ -201,7 +201,7 @@ class RankProcesses:
         self.files = SharedFiles()
 
     def _listen(self, other: Other) -> None:
-        """In a thread of its own, as long as the process lives."""
+        """Reads one process's messages in a thread of its own, as long as the process lives."""
         failed = None
         while (answer := other.wire.receive()) is not None:
             if isinstance(answer, Failed):
@@ -237,7 +237,7 @@ def shared_files(config: EngineConfig) -> SharedFiles:
 
 
 def joined(config: EngineConfig, device: torch.device, file: int | None, port: int) -> Ranks:
-    """In the process of rank 1 and up, what `connect` makes in rank 0's. `file`: SharedFiles.sums."""
+    """Returns in the process of rank 1 and up what `connect` makes in rank 0's. `file`: SharedFiles.sums."""
     size = config.parallel.ranks
     if port:
         return TorchRanks(config.rank, size, device, port)
@@ -276,7 +276,7 @@ class TransfersOfEach:
         self._whole: list[Transferred] = []
 
     def add(self, ended: Seq[Transferred]) -> None:
-        """Of one rank. In any thread."""
+        """Adds the transfers that one rank has ended, in any thread."""
         with self._changed:
             for result in ended:
                 parts = self._parts.setdefault(result.transfer.number, [])
@@ -306,7 +306,7 @@ def whole(parts: Seq[Transferred]) -> Transferred:
 
 
 def plan_of_each(plan: StepPlan) -> StepPlan:
-    """For ranks but the first."""
+    """Returns the plan for ranks but the first."""
     if not plan.transfers:
         return plan
     return structs.replace(plan, transfers=[transfer for transfer in plan.transfers if transfer.of_each_rank])
