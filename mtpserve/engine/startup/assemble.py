@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 # long as many.
 CPU_LONG = 8
 
-# of a backend; imported only where they run
+# kernels of each backend, imported only where they run
 KERNELS: dict[str, dict[str, str]] = {
     "triton": {
         "compact": "mtpserve_kernels.cache.compact",
@@ -107,12 +107,12 @@ RECUR: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSizes:
-    # of each group (core.arch.model.page_groups) for requests; there is one more in each, which pads batches
+    # pages for requests in each group (core.arch.model.page_groups); one more in each pads batches
     pages: Seq[int]
     page_size: int  # tokens in a page
     seats: int  # requests that run at once
     context: int  # tokens of prompt and output together
-    states: int = 0  # of recurrent layers, that are kept for requests with the same prefix
+    states: int = 0  # states of recurrent layers that are kept for requests with the same prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class EngineOptions:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32  # what the layers compute in
     stored: torch.dtype | None = None  # what keys and values are stored in; None: `dtype`
-    # of attention, see attention/registry; the kernels of KERNELS move and judge, too
+    # the backend of attention, see attention/registry; the kernels of KERNELS move and verify, too
     backend: str = "reference"
     eos_ids: tuple[int, ...] = ()
     token_map: list[int] | None = None  # the tokens that drafting looks at; None: all
@@ -136,7 +136,7 @@ class EngineOptions:
     others: RankProcesses | None = None  # that compute the same model; None: there are none
     overlap: int = 0  # steps in flight while another is planned
     graphs: Callable[[Step, SamplingState], StepGraphs | None] = lambda step, sampling: None
-    fingerprint: bytes | None = b""  # of all that KV depends on besides tokens; None: no prefix cache
+    fingerprint: bytes | None = b""  # all that KV depends on besides tokens; None: no prefix cache
     below: TierOptions = field(default_factory=TierOptions)  # the device
     observer: CacheObserver | None = None
     floor: float | None = (
@@ -277,7 +277,7 @@ def judge_of(options: EngineOptions, kernels: Mapping[str, Any]) -> Decide | Non
 
 
 def watch_of(options: EngineOptions, vocab: int) -> Watchdog | None:
-    """Of a draft model."""
+    """Returns the watchdog of a draft model, or None."""
     spec = options.spec
     if options.floor is None or options.rates:
         return None

@@ -107,7 +107,7 @@ class Grammars:
 
 
 def recorded_in(config: EngineConfig) -> str | None:
-    """Of several engines each has a file of its own."""
+    """Returns the file of --record-steps; each of several engines has its own. None: nothing is recorded."""
     file = config.scheduler.record_steps
     return file if file is None or config.parallel.data_parallel_size == 1 else f"{file}.{config.replica}"
 
@@ -188,7 +188,7 @@ def sizes_of(planned: Plan) -> EngineSizes:
 
 
 def options_of(planned: Plan, processors: Seq[LogitsProcessor], curve: Curve | None) -> EngineOptions:
-    """Those of what computes, alike in all ranks."""
+    """Returns the options of what computes, alike in all ranks."""
     config, device, arch = planned.config, planned.device, planned.described.arch
     running, budget = planned.memory.max_running, config.scheduler.step_tokens
     return EngineOptions(
@@ -237,8 +237,8 @@ def in_room(planned: Plan, room: Room) -> Plan:
 def build_rank(
     config: EngineConfig, wire: Wire[Order], files: SharedFiles
 ) -> tuple[Runner, PreparedGrammars | None, Callable[[], None]] | None:
-    """In a process of rank 1 and up: what computes its part, and what ends its part of a tick. None: rank 0
-    has given up. Raises LoadError, ConfigError and EngineDead."""
+    """Builds the runner in a process of rank 1 and up. Returns it with its grammars and the end of a tick;
+    None if rank 0 has given up. Raises LoadError, ConfigError and EngineDead."""
     bind(config)
     processors, planned = load_processors(config.sampling.logits_processors), planned_for(config)
     wire.send(room_of(planned.memory))

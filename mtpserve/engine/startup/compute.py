@@ -38,7 +38,7 @@ def gpus(count: int) -> str:
 
 
 def device_number(config: EngineConfig) -> int:
-    """Of the process's GPU."""
+    """Returns the number of the process's GPU."""
     return config.replica * config.parallel.ranks + config.rank
 
 
@@ -89,7 +89,7 @@ def why_not_cpu(config: EngineConfig, device: torch.device) -> str | None:
 
 
 def compiles(config: EngineConfig) -> bool:
-    """Whether kernels are compiled for sizes when they first meet them: not in C++, in plain torch, nor
+    """True if kernels are compiled for sizes when they first meet them: not in C++, in plain torch, nor
     interpreted."""
     return backend_of(config, device_of(config)) == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
 
@@ -105,12 +105,12 @@ def kernels_of(config: EngineConfig, device: torch.device) -> str:
 
 
 def is_exact(config: EngineConfig) -> bool:
-    """Whether a row's numbers depend on that row alone, to the last bit."""
+    """True if a row's numbers depend on that row alone, to the last bit."""
     return config.spec.exact or backend_of(config, device_of(config)) == "cpu"
 
 
 def described(config: EngineConfig, device: torch.device) -> str:
-    """For people. Identical output is promised on one instruction set."""
+    """Describes the kernels for people. Identical output is promised on one instruction set."""
     kernels = kernels_of(config, device)
     if kernels == "cpu":
         return f"cpu, {library().isa.name}"

@@ -123,8 +123,8 @@ def together(config: EngineConfig) -> bool:
 
 
 def require_usable(engine_plan: Plan, must_fit: bool) -> None:
-    """Of what is looked at later where the drafter is named, in loading and in assembling. Raises LoadError
-    and ConfigError."""
+    """Checks now what a named drafter shows only in loading and in assembling. Raises LoadError and
+    ConfigError."""
     config, arch = engine_plan.config, engine_plan.described.arch
     budget, reserve = config.scheduler.step_tokens, lookahead_of(config, engine_plan.device)
     sizes = draft_sizes(config.spec, budget)

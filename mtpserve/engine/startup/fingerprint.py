@@ -14,11 +14,12 @@ from mtpserve.engine.startup.planning import Plan
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 
 SAMPLE = 512  # bytes of each tensor that are read
-VERSION = b"mtpserve pages 2"  # of what a page holds, and in which order
+VERSION = b"mtpserve pages 2"  # the version of what a page holds, and in which order
 
 
 def fingerprint(config: EngineConfig, planned: Plan) -> bytes:
-    """Of the model, its weights, the number formats, the kernels, and the layers that share a page."""
+    """Returns a hash of the model, its weights, the number formats, the kernels, and the layers that share a
+    page."""
     hasher = blake2b(VERSION, digest_size=16)
     model, spec = planned.described, config.spec
     facts = (

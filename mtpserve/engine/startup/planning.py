@@ -68,7 +68,7 @@ class Described:
     family: Family
     arch: ModelArch
     checkpoint: Checkpoint
-    layout: MTPLayout | None  # of the MTP layers inside the checkpoint itself
+    layout: MTPLayout | None  # the layout of the MTP layers inside the checkpoint itself
     nextn: Checkpoint | None  # a separately published one
     nextn_prefix: str | None
     head: Head | None = None  # a draft model of another kind that was published apart
@@ -84,7 +84,7 @@ class Described:
 
     @property
     def floor(self) -> float:
-        """Of the share of first drafts that are accepted."""
+        """The least share of first drafts that a working draft model has accepted."""
         return self.family.floor if self.head is None else self.head.floor
 
     @property
@@ -162,8 +162,8 @@ def deep_as_layers(config: EngineConfig, arch: ModelArch) -> EngineConfig:
 
 
 def paged(config: EngineConfig, arch: ModelArch) -> EngineConfig:
-    """With pages of a size that the model's layers can have. Raises ConfigError for one that was asked for
-    and is another."""
+    """Returns the config with a page size that the model's layers can have. Raises ConfigError if the user
+    chose a size that they cannot have."""
     size, every = config.cache.page_size, tokens_of_entries(arch.layers)
     if size % every == 0:
         return config
@@ -183,14 +183,14 @@ class Plan:
     dtype: torch.dtype
     device: torch.device
     storage: Storage
-    memory: MemoryPlan  # of one rank
+    memory: MemoryPlan  # one rank's memory
     drafting: str = ""  # what drafts, and why, for people
     left_out: bool = False  # there is an MTP layer, and it cannot be used
 
 
 def plan(config: EngineConfig) -> Plan:
-    """With the drafter that the options name; where they name none, drafter.py chooses. The same for each of
-    several ranks. Raises LoadError and ConfigError."""
+    """Plans an engine with the drafter that the options name; if they name none, drafter.py chooses. All
+    ranks have the same plan. Raises LoadError and ConfigError."""
     described = describe(config, want_mtp=drafts_itself(config.spec))
     device = device_of(config)
     config = replace(config, scheduler=config.scheduler.on(device.type))
@@ -266,8 +266,8 @@ def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tup
 def fixed(
     described: Described, dtype: torch.dtype, positions: int, storage: Storage, ranks: int = 1
 ) -> Fixed:
-    """Of one rank's part of the model as it will lie in memory, without making it. Embedding and head, which
-    the MTP layer shares, are there once."""
+    """Returns the sizes of one rank's part of the model in memory, without making it. Embedding and head,
+    which the MTP layer shares, count once."""
     model = empty_model(described, dtype, positions, storage, PlannedRank(0, ranks), described.spread)
     sizes = {name: tensor.nbytes for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for name, part in model.named_modules():

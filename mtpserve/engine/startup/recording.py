@@ -34,7 +34,7 @@ class Preamble(msgspec.Struct, frozen=True, array_like=True):
     """Any version can read this part of any other's file."""
 
     format: int
-    version: str  # of mtpserve
+    version: str  # mtpserve's version
 
 
 class Header(msgspec.Struct, frozen=True):

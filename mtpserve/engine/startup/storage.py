@@ -27,14 +27,14 @@ DRAFT_INT8_BYTES = 4 << 20
 @dataclass(frozen=True, slots=True)
 class Storage:
     keep_blocks: bool  # matrices in float8 stay so; which these are, the checkpoint says one by one
-    cache: torch.dtype  # of keys and values
+    cache: torch.dtype  # the dtype of keys and values
     int8: bool = False  # the trunk's layers, made int8 while they are loaded
     draft_int8: bool = False  # the draft model's layer, and a head of its own
     keep_int4: bool = False  # as keep_blocks, for numbers of four bits
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of weights that stay as they are stored."""
+        """The kinds of weights that stay as they are stored."""
         return frozenset(kind for kind, keep in (("fp8", self.keep_blocks), ("int4", self.keep_int4)) if keep)
 
     def methods(self, kernels: Kernels) -> Methods:
@@ -91,8 +91,8 @@ def storage_of(
 
 
 def int8_of(config: EngineConfig, arch: ModelArch, dtype: torch.dtype, kernels: str) -> tuple[bool, bool]:
-    """Whether the trunk's layers are int8, and the draft model. Raises ConfigError where no kernel multiplies
-    int8."""
+    """Returns whether the trunk's layers are int8, and whether the draft model is. Raises ConfigError if no
+    kernel multiplies int8."""
     trunk, draft = config.model.quantization == "int8", config.spec.speculative_draft_model_quantization
     for option, is_int8 in (
         ("quantization", trunk),
