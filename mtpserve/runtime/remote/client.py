@@ -53,9 +53,9 @@ class Fetched:
 
 
 class PageClient:
-    """For several threads. `seconds`: how long a request may wait for pages that are still being computed.
-    `way`: auto: from the other node's memory where that can be opened, else by TCP; shm, tcp: one of these
-    alone. With `nixl`, by that from nodes that have it."""
+    """Reads pages of other nodes, for several threads. `seconds`: how long a request may wait for pages that
+    are still being computed. `way`: auto: from the other node's memory where that can be opened, else by TCP;
+    shm, tcp: one of these alone. With `nixl`, by that from nodes that have it."""
 
     def __init__(self, facts: dict[str, str], seconds: float, way: str, nixl: Nixl | None = None) -> None:
         self._facts, self._seconds, self._way, self._nixl = facts, seconds, way, nixl

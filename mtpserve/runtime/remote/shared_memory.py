@@ -31,7 +31,7 @@ KEPT = 8  # nodes whose memory stays mapped
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process of this machine finds it."""
+    """The place at which a process of this machine finds the memory."""
 
     process: int
     descriptor: int
@@ -81,7 +81,7 @@ class SharedBlocks:
             self.whole[start : start + count * size].view(count, size)
             for start, count, size in zip(self._starts, counts, self._sizes, strict=False)
         ]
-        # of this rank
+        # this rank's part of the blocks
         self.own = [
             blocks.unflatten(1, (ranks, size))[:, rank]
             for blocks, size in zip(self.blocks, parts, strict=True)
@@ -89,7 +89,7 @@ class SharedBlocks:
         self.address = Address(os.getpid(), descriptor, self._starts[-1], self._memory[:NONCE])
 
     def place(self, group: int, block: int) -> tuple[int, int]:
-        """Where a block begins, and its bytes."""
+        """Returns a block's start and size, in bytes."""
         return self._starts[group] + block * self._sizes[group], self._sizes[group]
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from mtpserve.runtime.remote.shared_memory import Address
 
-VERSION = "1"  # of these messages
+VERSION = "1"  # the version of these messages
 LENGTH = struct.Struct(">I")
 LONGEST = 1 << 26  # bytes of one message
 
@@ -30,7 +30,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     """`facts`: what pages depend on besides tokens, by names for people, and this protocol's version."""
 
     facts: dict[str, str]
-    memory: Address | None = None  # of the node that has the pages
+    memory: Address | None = None  # memory of the node that has the pages
     nixl: bytes = b""  # its agent, if it has one
     base: int = 0  # where its memory begins, for this agent
 
@@ -46,13 +46,14 @@ class WantPages(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Given(msgspec.Struct, frozen=True, array_like=True):
-    index: int  # of the wanted page
-    start: int  # of its bytes in memory
+    index: int  # the wanted page's number
+    start: int  # where its bytes begin in memory
     checksum: int
 
 
 class Give(msgspec.Struct, frozen=True, array_like=True):
-    """Those of the wanted pages that are there, or some of them, and `more` follow. `known`: the lease is."""
+    """Some of the wanted pages that are there; `more` says that others follow. `known`: the lease is
+    known."""
 
     known: bool
     pages: list[Given]
