@@ -26,7 +26,7 @@ class ExpertPlacement:
     engines: int
     chosen: Owners = field(default_factory=dict)
     rank: int = 0
-    ranks: int = 1  # of each engine
+    ranks: int = 1  # ranks of each engine
 
     def owners(self, layer: int, experts: int) -> Sequence[int]:
         return self.chosen[layer] if layer in self.chosen else in_order(experts, self.engines * self.ranks)
@@ -36,8 +36,8 @@ class ExpertPlacement:
         return [expert for expert, owner in enumerate(self.owners(layer, experts)) if owner == me]
 
     def places(self, layer: int, experts: int) -> list[tuple[int, int]]:
-        """Of each expert its engine, and its number among its EP rank's. The engine is -1 where another rank
-        of each engine has to ask for it: all ranks of an engine have the same rows, and each asks those of
+        """Returns for each expert its engine, and its number among its EP rank's. The engine is -1 if another
+        rank of each engine must ask for it: all ranks of an engine have the same rows, and each asks those of
         its own number."""
         owners = self.owners(layer, experts)
         engines = (owner // self.ranks if owner % self.ranks == self.rank else -1 for owner in owners)

@@ -28,7 +28,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def shares_memory(device: torch.device) -> bool:
-    """Whether ranks on this kind of device exchange numbers through shared memory."""
+    """True if ranks on this kind of device exchange numbers through shared memory."""
     try:
         return device.type == "cpu" and library() is not None
     except Unavailable:
@@ -43,8 +43,8 @@ def shared(file: int, rank: int, size: int) -> Exchange:
 
 
 def meeting_place(size: int) -> TCPStore:
-    """Where the ranks of torch.distributed find each other: rank 0's, its `port` is for the others. Reached
-    from this machine alone."""
+    """Returns the store at which the ranks of torch.distributed find each other. Rank 0 makes it; its `port`
+    is for the others. Only this machine reaches it."""
     listener = socket.create_server((HERE, 0))
     port = listener.getsockname()[1]
     return TCPStore(
