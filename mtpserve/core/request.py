@@ -1,5 +1,5 @@
-"""What travels between the front end and the engine: requests down, events and statistics up. Plain data,
-sent as msgpack."""
+"""What travels between the front end and the engine: requests down, events and reports up. Plain data, sent
+as msgpack. Statistics are in core/stats."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ import msgspec
 
 from mtpserve.core.kv_transfer import PageOffer, PageSource
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.stats.engine_stats import (  # importers of requests need them, too
+    STEP_TOKENS as STEP_TOKENS,
+    DepthState as DepthState,
+    DraftHealth as DraftHealth,
+    DraftState as DraftState,
+    EngineStats as EngineStats,
+)
 
 
 class Finish(StrEnum):
@@ -135,20 +142,6 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True)
-class DepthState:
-    """How deep the engine drafts now, where it chooses that itself."""
-
-    adaptive: bool  # False: as deep as is allowed
-    num_steps: int  # the deepest that is allowed
-    depth: int  # of the last choice
-    tokens_per_second: float | None  # expected of it; None: nothing was measured
-    changes_total: int
-    trials_total: int  # steps that tried another depth
-    # by rank, learned: of a chain's draft where the one before it was accepted, of a tree's node always
-    acceptance: list[float]
-
-
-@dataclass(frozen=True, slots=True)
 class StepTime:
     """Steps that are alike, and the median of the last ones. Numbers above 8 are in the middle of those that
     are taken together."""
@@ -187,95 +180,6 @@ class SpecChange:
     adaptive: bool | None = None
     num_steps: int | None = None
     reset: bool = False  # what was learned of acceptance is forgotten
-
-
-# off: no model drafts, or it is not watched; weak: fewer of its drafts are accepted than should be;
-# suspended: hardly any are, and it does not draft.
-DraftState = Literal["off", "unmeasured", "ok", "weak", "suspended"]
-
-
-@dataclass(slots=True)
-class DraftHealth:
-    """What the engine knows of its draft model: see engine/depth/watchdog."""
-
-    state: DraftState = "off"
-    start: float | None = None  # share of the first drafts that were accepted at start; None: not measured
-    floor: float = 0.0  # below which a draft model is weak
-    faults_total: int = 0  # how often it was weak or suspended
-    reason: str = ""  # of the last fault
-
-
-# Buckets of EngineStats.step_tokens: the tokens of a step, at most. One more is for all above.
-STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since start (…_total and lists) and gauges of now. Position i of the lists is depth i+1."""
-
-    running: int = 0
-    waiting: int = 0
-    # of these, those whose pages are on their way from host memory, the disk or another node
-    waiting_for_pages: int = 0
-    pages_used: int = 0
-    pages_cached: int = 0  # that no request holds, with contents that the next one may find
-    pages_total: int = 0
-    steps_total: int = 0
-    # [n]: steps with at most STEP_TOKENS[n] tokens: of prompts, and generated ones
-    step_tokens: list[int] = field(default_factory=list)
-    step_tokens_total: int = 0  # of all of these steps
-    prompt_tokens_total: int = 0
-    cached_prompt_tokens_total: int = 0  # of these, found in the prefix cache
-    # pages that came back to the device, by the tier that had them
-    loaded_pages: dict[str, int] = field(default_factory=dict)
-    tier_pages: dict[str, int] = field(default_factory=dict)  # in use
-    tier_pages_total: dict[str, int] = field(default_factory=dict)
-    dropped_pages_total: int = 0  # pages that the device gave away and host memory had no place for
-    # Pages moved, by kind: save, load, spill, fetch, pull (from another node), send (to one)
-    transfers_total: dict[str, int] = field(default_factory=dict)
-    transfer_bytes_total: dict[str, int] = field(default_factory=dict)
-    # of all of them together; several may be under way at once
-    transfer_seconds_total: dict[str, float] = field(default_factory=dict)
-    failed_transfers_total: dict[str, int] = field(default_factory=dict)
-    # pages that did not come from another node, by reason
-    failed_pulls_total: dict[str, int] = field(default_factory=dict)
-    leased_pages: int = 0  # that are kept for other nodes
-    leases_total: int = 0  # requests whose pages were kept
-    expired_leases_total: int = 0  # of these, those whose pages nobody has read
-    generation_tokens_total: int = 0
-    preemptions_total: int = 0
-    failed_requests_total: int = 0
-    drafts_total: int = 0  # verifications that had at least one draft
-    draft_tokens_total: int = 0
-    accepted_tokens_total: int = 0
-    draft_tokens_per_position: list[int] = field(default_factory=list)
-    accepted_tokens_per_position: list[int] = field(default_factory=list)
-    # [n]: steps with decoding requests that drafted n deep for the next one
-    steps_per_depth: list[int] = field(default_factory=list)
-    depths: DepthState | None = None  # None: the depth is fixed
-    draft_health: DraftHealth = field(default_factory=DraftHealth)
-    accept_lengths: list[int] = field(default_factory=list)  # [n]: verifications that committed n+1 tokens
-    draft_tokens_by_source: dict[str, int] = field(default_factory=dict)
-    accepted_tokens_by_source: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def page_share(self) -> float:
-        """Of the KV pool's pages, in use."""
-        return self.pages_used / max(1, self.pages_total)
-
-    def accept_length(self, before: EngineStats | None = None) -> float | None:
-        """Mean number of tokens that a verification committed, since `before` or since the start; None: there
-        was none."""
-        start = before or EngineStats()
-        count = self.drafts_total - start.drafts_total
-        return 1 + (self.accepted_tokens_total - start.accepted_tokens_total) / count if count else None
-
-    def accept_rate(self, before: EngineStats | None = None) -> float | None:
-        """Share of the draft tokens that were accepted, since `before` or since the start; None: there were
-        none."""
-        start = before or EngineStats()
-        count = self.draft_tokens_total - start.draft_tokens_total
-        return (self.accepted_tokens_total - start.accepted_tokens_total) / count if count else None
 
 
 @dataclass(frozen=True, slots=True)

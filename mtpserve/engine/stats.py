@@ -6,7 +6,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from mtpserve.core.request import STEP_TOKENS, EngineStats, Finish, FirstTokenTimes, TokenEvent
+from mtpserve.core.request import Finish, FirstTokenTimes, TokenEvent
+from mtpserve.core.stats.engine_stats import STEP_TOKENS, EngineStats
 from mtpserve.engine.steps import RequestOutput, ScheduledStep
 from mtpserve.spec.counts import count_verification
 

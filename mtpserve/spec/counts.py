@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mtpserve.config.drafters import MTP
 from mtpserve.core.batch import Source
-from mtpserve.core.request import STEP_TOKENS, EngineStats, Proposal
+from mtpserve.core.request import Proposal
+from mtpserve.core.stats.engine_stats import STEP_TOKENS, EngineStats
 
 
 def new_stats(depth: int, pages_total: int, drafter: str = MTP) -> EngineStats:

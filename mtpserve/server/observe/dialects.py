@@ -13,78 +13,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mtpserve.core.request import EngineStats
-from mtpserve.server.observe.observed import STEP_HELP, Family, Observed, Observer, Row, Scrape, step_tokens
-
-SGLANG_FIRST = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
-SGLANG_TOKEN = (
-    0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6,
-    0.8, 1, 2, 4, 6, 8,
-)  # fmt: skip
-SGLANG_REQUEST = (*SGLANG_FIRST, 600, 1200, 1800, 2400)
-SGLANG_QUEUE = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1,
-    2,
-    3,
-    4,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    80,
-    100,
-    200,
-    400,
-    800,
-    1600,
+from mtpserve.core.request import EngineState
+from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.server.observe.buckets import (
+    LENGTHS,
+    SGLANG_FIRST,
+    SGLANG_QUEUE,
+    SGLANG_REQUEST,
+    SGLANG_TOKEN,
+    VLLM_CHOICES,
+    VLLM_FIRST,
+    VLLM_REQUEST,
+    VLLM_TOKEN,
 )
-VLLM_FIRST = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
-    640, 2560,
-)  # fmt: skip
-VLLM_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-VLLM_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+from mtpserve.server.observe.observed import Family, Observed, Observer, Row, Scrape
+
 VLLM_FINISHED = ("stop", "length", "abort", "error")
-VLLM_CHOICES = (1, 2, 5, 10, 20)
-LENGTHS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 # name, help, an engine's value; None: not known yet
 Fact = tuple[str, str, Callable[[EngineStats], float | None]]
-VLLM_COUNTERS: tuple[Fact, ...] = (
-    ("prompt_tokens", "Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
-    (
-        "prompt_tokens_cached",
-        "Prompt tokens found in the prefix cache.",
-        lambda stats: stats.cached_prompt_tokens_total,
-    ),
-    (
-        "prefix_cache_queries",
-        "Prompt tokens looked for in the prefix cache.",
-        lambda stats: stats.prompt_tokens_total,
-    ),
-    ("prefix_cache_hits", "Prompt tokens found there.", lambda stats: stats.cached_prompt_tokens_total),
-    ("generation_tokens", "Tokens generated.", lambda stats: stats.generation_tokens_total),
-    ("num_preemptions", "Preemptions.", lambda stats: stats.preemptions_total),
-    ("spec_decode_num_drafts", "Verifications.", lambda stats: stats.drafts_total),
-    ("spec_decode_num_draft_tokens", "Draft tokens.", lambda stats: stats.draft_tokens_total),
-    ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", lambda stats: stats.accepted_tokens_total),
-)
 VLLM_GAUGES: tuple[Fact, ...] = (
-    ("num_requests_running", "Running requests.", lambda stats: stats.running),
-    ("num_requests_waiting", "Waiting requests.", lambda stats: stats.waiting),
     ("kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1.", lambda stats: stats.page_share),
     ("gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", lambda stats: stats.page_share),
     ("spec_decode_draft_acceptance_rate", "Accepted share of draft tokens.", EngineStats.accept_rate),
@@ -179,17 +128,7 @@ class SGLang(Observer):
         used, cached, total = (
             pages * card.page_size for pages in (stats.pages_used, stats.pages_cached, stats.pages_total)
         )
-        counters: list[Row] = [
-            ("spec_verify_calls", "Verifications.", stats.drafts_total),
-            (
-                "num_retracted_requests",
-                "Requests that lost their pages and were computed again.",
-                stats.preemptions_total,
-            ),
-        ]
         gauges: list[Row] = [
-            ("num_running_reqs", "Running requests.", stats.running),
-            ("num_queue_reqs", "Requests in the queue.", stats.waiting),
             ("token_usage", "Share of the KV pool in use.", stats.page_share),
             ("num_used_tokens", "Tokens' places in use in the KV pool.", used),
             ("kv_used_tokens", "Tokens' places in use in the KV pool.", used),
@@ -205,7 +144,6 @@ class SGLang(Observer):
             ),
             ("max_total_num_tokens", "Tokens that the KV pool holds.", total),
             ("page_size", "Tokens in a page.", card.page_size),
-            ("num_pages", "Pages in the KV pool.", stats.pages_total),
             ("context_len", "Context length.", card.context_length),
             (
                 "cache_hit_rate",
@@ -226,7 +164,8 @@ class SGLang(Observer):
                 ("hicache_host_total_tokens", "Its capacity.", capacity),
             ]
             yield from self._of_tiers(stats, card.page_size)
-        yield from self.rows(counters, gauges)
+        yield from self.of_stats(lambda entry: entry.sglang, [((), stats)], card.speculative_steps)
+        yield from self.rows([], gauges)
 
     def _of_tiers(self, stats: EngineStats, page_size: int) -> Iterable[Metric]:
         """Host memory and disk, named as in HiCache. Only where they are on, as there."""
@@ -339,71 +278,59 @@ class VLLM(Observer):
         )
 
     def families(self, now: Scrape) -> Iterable[Metric]:
-        engines = now.engines
-
-        def rows(kind: Family, facts: Sequence[Fact]) -> Iterable[Metric]:
-            for name, help, fact in facts:
-                pairs = [(str(engine.number), fact(engine.stats)) for engine in engines]
-                values = [([number], value) for number, value in pairs if value is not None]
-                if values:
-                    yield self.family(kind, name, help, values, "engine")
-
-        def split(
-            name: str, help: str, label: str, parts: Parts, kind: Family = CounterMetricFamily
-        ) -> Metric:
-            values = [
-                ([str(engine.number), part], value)
-                for engine in engines
-                for part, value in parts(engine.stats)
-            ]
-            return self.family(kind, name, help, values, "engine", label)
-
-        yield from rows(CounterMetricFamily, VLLM_COUNTERS)
-        yield from rows(GaugeMetricFamily, VLLM_GAUGES)
+        engines, steps = now.engines, now.card.speculative_steps
+        counted = [([str(engine.number)], engine.stats) for engine in engines]
+        yield from self.of_stats(lambda entry: entry.vllm, counted, steps, "engine")
+        yield from self._facts(GaugeMetricFamily, VLLM_GAUGES, engines)
         help = "Waiting requests; deferred: until pages that are on their way have come."
-        yield split("num_requests_waiting_by_reason", help, "reason", by_reason, GaugeMetricFamily)
-        steps = HistogramMetricFamily(
-            self.prefix + "iteration_tokens_total", STEP_HELP, labels=[*self._labels, "engine"]
+        yield self._split(
+            "num_requests_waiting_by_reason", help, "reason", by_reason, engines, GaugeMetricFamily
         )
-        for engine in engines:
-            steps.add_metric([*self._labels.values(), str(engine.number)], *step_tokens(engine.stats))
-        yield steps
-        yield split(
-            "prompt_tokens_by_source", "Prompt tokens by where their KV is from.", "source", by_source
-        )
+        help = "Prompt tokens by where their KV is from."
+        yield self._split("prompt_tokens_by_source", help, "source", by_source, engines)
         pages = [
             ((str(engine.number), str(now.card.page_size), str(engine.stats.pages_total)), 1)
             for engine in engines
         ]
-        yield self.family(
-            GaugeMetricFamily,
-            "cache_config_info",
-            "The KV pool.",
-            pages,
-            "engine",
-            "block_size",
-            "num_gpu_blocks",
-        )
+        labels = ("engine", "block_size", "num_gpu_blocks")
+        yield self.family(GaugeMetricFamily, "cache_config_info", "The KV pool.", pages, *labels)
         # Only where they are on, as there; the disk's metrics have labels of classes there, and are left out.
         if now.stats.tier_pages_total:
-            yield from rows(CounterMetricFamily, VLLM_OFFLOADS)
-            for name, what, moved in (
-                ("kv_offload_total_bytes", "Bytes", lambda stats: stats.transfer_bytes_total),
-                ("kv_offload_total_time", "Seconds", lambda stats: stats.transfer_seconds_total),
-            ):
-                yield split(
-                    name,
-                    f"{what} of transfers to host memory and back.",
-                    "transfer_type",
-                    partial(by_way, moved),
-                )
+            yield from self._of_host_memory(engines)
         help = "Accepted draft tokens by position, 0 first."
-        yield split(
-            "spec_decode_num_accepted_tokens_per_pos",
-            help,
-            "position",
-            partial(by_position, now.card.speculative_steps),
-        )
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        yield self._split(name, help, "position", partial(by_position, steps), engines)
+
+    def _of_host_memory(self, engines: Sequence[EngineState]) -> Iterable[Metric]:
+        yield from self._facts(CounterMetricFamily, VLLM_OFFLOADS, engines)
+        for name, what, moved in (
+            ("kv_offload_total_bytes", "Bytes", lambda stats: stats.transfer_bytes_total),
+            ("kv_offload_total_time", "Seconds", lambda stats: stats.transfer_seconds_total),
+        ):
+            help = f"{what} of transfers to host memory and back."
+            yield self._split(name, help, "transfer_type", partial(by_way, moved), engines)
+
+    def _facts(self, kind: Family, facts: Sequence[Fact], engines: Sequence[EngineState]) -> Iterable[Metric]:
+        for name, help, fact in facts:
+            pairs = [(str(engine.number), fact(engine.stats)) for engine in engines]
+            values = [([number], value) for number, value in pairs if value is not None]
+            if values:
+                yield self.family(kind, name, help, values, "engine")
+
+    def _split(
+        self,
+        name: str,
+        help: str,
+        label: str,
+        parts: Parts,
+        engines: Sequence[EngineState],
+        kind: Family = CounterMetricFamily,
+    ) -> Metric:
+        """By engine, and by the values of one more label."""
+        values = [
+            ([str(engine.number), part], value) for engine in engines for part, value in parts(engine.stats)
+        ]
+        return self.family(kind, name, help, values, "engine", label)
 
     def step(self, seconds: float, tokens: int, engine: int) -> None:
         self._token.observe(seconds, engine=engine)

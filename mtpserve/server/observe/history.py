@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from mtpserve.core.request import EngineStats
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.server.http.rendering import Rendered
 from mtpserve.server.observe.histogram import LoopHistogram
 from mtpserve.server.observe.observed import cached_share

@@ -13,11 +13,13 @@ from time import monotonic, perf_counter
 from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from mtpserve.core.request import STEP_TOKENS, EngineState, EngineStats, FirstTokenTimes, ModelCard, Request
+from mtpserve.core.request import EngineState, FirstTokenTimes, ModelCard, Request
+from mtpserve.core.stats.engine_stats import METRICS, EngineStats
+from mtpserve.core.stats.metric import Kind, Metric as Entry, Series
 from mtpserve.server.observe.histogram import LoopHistogram
 
 # of the request that is answered in this context; "": it came by none
@@ -184,19 +186,19 @@ class Scrape:
     engines: Sequence[EngineState]
 
 
-STEP_HELP = "Tokens of a step: of prompts, and generated ones."
-
-
-def step_tokens(stats: EngineStats) -> tuple[list[tuple[str, float]], float]:
-    """What the engine has counted of its steps' tokens, as a histogram's buckets and sum."""
-    counts = stats.step_tokens or [0] * (len(STEP_TOKENS) + 1)
-    names = [*map(floatToGoString, STEP_TOKENS), "+Inf"]
-    return [
-        (name, float(count)) for name, count in zip(names, accumulate(counts), strict=True)
-    ], stats.step_tokens_total
+def buckets(counts: list[int], bounds: Sequence[float]) -> tuple[list[tuple[str, float]], float]:
+    """What the engine has counted in each bucket, as Prometheus has it, and the sum where each value is its
+    bound."""
+    totals = accumulate(counts + [0] * (len(bounds) - len(counts)))
+    names = map(floatToGoString, bounds)
+    named = [(name, float(count)) for name, count in zip(names, totals, strict=False)]
+    whole = sum(bound * count for bound, count in zip(bounds, counts, strict=False))
+    return [*named, ("+Inf", float(sum(counts)))], whole
 
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
+FAMILIES: dict[Kind, Family] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+Counted = tuple[Sequence[str], EngineStats]  # values of further labels, and the statistics that have them
 Row = tuple[str, str, float | None]  # name, help, value; None: not known yet
 # name, help, buckets, a request's value, if it has one
 Measure = tuple[str, str, Sequence[float], Callable[[Observed], float | None]]
@@ -271,6 +273,42 @@ class Observer(Collector):
         for label_values, value in values:
             metric.add_metric([*self._labels.values(), *label_values], value)
         return metric
+
+    def of_stats(
+        self, names: Callable[[Entry], Iterable[Series]], rows: Sequence[Counted], steps: int, *labels: str
+    ) -> Iterator[Metric]:
+        """The fields of the engine's statistics under these of their names. `rows` have values of the further
+        `labels`; `steps`: how many positions there are."""
+        for field, entry in METRICS.items():
+            for series in names(entry):
+                yield self._of_field(field, entry, series, rows, steps, *labels)
+
+    def _of_field(
+        self, field: str, entry: Entry, series: Series, rows: Sequence[Counted], steps: int, *labels: str
+    ) -> Metric:
+        if entry.kind == "histogram":
+            metric = HistogramMetricFamily(
+                self.prefix + series.name, series.help, labels=[*self._labels, *labels]
+            )
+            for label_values, stats in rows:
+                counts: list[int] = getattr(stats, field)
+                bounds = entry.bounds or range(1, max(steps + 1, len(counts)) + 1)
+                samples, whole = buckets(counts, bounds)
+                metric.add_metric(
+                    [*self._labels.values(), *label_values],
+                    samples,
+                    getattr(stats, entry.sum) if entry.sum else whole,
+                )
+            return metric
+        values: list[tuple[Sequence[str], float]] = []
+        for label_values, stats in rows:
+            value = getattr(stats, field)
+            if entry.parts is None:
+                values.append((label_values, value if series.value is None else series.value(value)))
+            else:
+                values += [([*label_values, part], count) for part, count in entry.parts(value, steps)]
+        further = labels if entry.parts is None else (*labels, entry.label)
+        return self.family(FAMILIES[series.kind], series.name, series.help, values, *further)
 
     def rows(self, counters: Iterable[Row], gauges: Iterable[Row]) -> Iterator[Metric]:
         for kind, rows in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
-from mtpserve.core.request import EngineStats
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.server.observe.observed import cached_share
 
 log = logging.getLogger(__name__)

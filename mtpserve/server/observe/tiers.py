@@ -3,15 +3,10 @@ move to it and back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from mtpserve.core.request import EngineStats
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.server.http.rendering import Rendered
 
 WAYS = {"host": ("save", "load"), "disk": ("spill", "fetch")}  # kinds of transfers: to the tier, and back
-KINDS = tuple(kind for way in WAYS.values() for kind in way)
-# Why pages did not come from another node: docs/deploy.md.
-REASONS = ("unreachable", "broken", "differs", "damaged", "ended", "timeout", "absent", "no_room", "failed")
 
 
 class Tier(Rendered):
@@ -33,11 +28,6 @@ def tiers(stats: EngineStats) -> dict[str, Tier]:
         name for name, way in WAYS.items() if name in stats.tier_pages_total or not moved.isdisjoint(way)
     ]
     return {name: _tier(stats, name, *WAYS[name]) for name in there}
-
-
-def by(names: tuple[str, ...], counts: Mapping[str, float]) -> list[tuple[list[str], float]]:
-    """Values of a metric with one label: what was not counted yet is zero."""
-    return [([name], counts.get(name, 0)) for name in names]
 
 
 def _tier(stats: EngineStats, name: str, write: str, read: str) -> Tier:
