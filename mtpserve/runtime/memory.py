@@ -144,6 +144,48 @@ def largest(shares: list[PageShare], budget: int, requests: int, limit: int) -> 
     return limit
 
 
+@dataclass(frozen=True, slots=True)
+class WorkingMemory:
+    """What running requests and their step take beside the pages. Sizes are in bytes."""
+
+    config: EngineConfig
+    arch: ModelArch
+    device: torch.device
+    itemsize: int
+    sizes: TokenSizes
+    boundary: int  # of one hidden row
+    context: int  # tokens
+    state: Sizes  # what every seat has
+    tables: Sizes  # what seats get once a request has a penalty or a bias
+
+    def rows(self, running: int) -> list[tuple[str, int]]:
+        config, arch, scheduler = self.config, self.arch, self.config.scheduler
+        state_bytes, waiting_bytes = state_sizes(arch, self.itemsize, config.spec.nodes)
+        step = workspace(config, arch, self.itemsize, running) + selection(
+            arch, scheduler.step_tokens, self.context
+        )
+        captured = step if self.device.type == "cuda" and not scheduler.disable_cuda_graph else 0
+        absorbed = running * self.boundary * deferred_rows(config, arch)
+        completed = (running + 1) * entries_of_nodes(config, arch, self.sizes)
+        return [
+            ("request state", self.state(running)),
+            ("tables of penalties and biases, once asked for", self.tables(running)),
+            ("hidden rows that the draft model absorbs later", absorbed),
+            ("states of recurrent layers", (running + 1) * state_bytes),
+            ("inputs of recurrent layers that wait for a verdict", (running + 1) * waiting_bytes),
+            ("entries that nodes of trees complete", completed),
+            (f"one step's numbers{ESTIMATE}", step),
+            (f"captured steps{ESTIMATE}", captured),
+        ]
+
+
+def memory_budget(config: EngineConfig, device: torch.device) -> int:
+    """Bytes for weights and KV pool, and all that requests need."""
+    default = GPU_FRACTION if device.type == "cuda" else CPU_FRACTION
+    fraction = config.cache.mem_fraction_static or default
+    return int(usable_memory(device, config.parallel.ranks) * fraction)
+
+
 def plan_memory(
     config: EngineConfig, arch: ModelArch, stored: torch.dtype, device: torch.device, fixed: Fixed,
     lookahead: int, state: Sizes,
@@ -162,30 +204,9 @@ def plan_memory(
     weights, total = sum(size for _, size in fixed.rows), config.cache.max_total_tokens
     state_bytes, waiting_bytes = state_sizes(arch, fixed.itemsize, spec.nodes)
 
-    def working(running: int) -> list[tuple[str, int]]:
-        rows = workspace(config, arch, fixed.itemsize, running) + selection(
-            arch, scheduler.step_tokens, context
-        )
-        captured = rows if device.type == "cuda" and not scheduler.disable_cuda_graph else 0
-        return [
-            ("request state", state(running)),
-            ("tables of penalties and biases, once asked for", tables(running)),
-            (
-                "hidden rows that the draft model absorbs later",
-                running * boundary * deferred_rows(config, arch),
-            ),
-            ("states of recurrent layers", (running + 1) * state_bytes),
-            ("inputs of recurrent layers that wait for a verdict", (running + 1) * waiting_bytes),
-            ("entries that nodes of trees complete", (running + 1) * entries_of_nodes(config, arch, sizes)),
-            (f"one step's numbers{ESTIMATE}", rows),
-            (f"captured steps{ESTIMATE}", captured),
-        ]
-
+    working = WorkingMemory(config, arch, device, fixed.itemsize, sizes, boundary, context, state, tables)
     if total is None:
-        fraction = config.cache.mem_fraction_static or (
-            GPU_FRACTION if device.type == "cuda" else CPU_FRACTION
-        )
-        budget = int(usable_memory(device, config.parallel.ranks) * fraction) - weights
+        budget = memory_budget(config, device) - weights
         typical = max(context // SHARE_OF_CONTEXT, 1)
         # Half of the states are kept ones, at least.
         request_bytes = (
@@ -196,7 +217,7 @@ def plan_memory(
         running = scheduler.max_running_requests or concurrency(
             max(budget, 0) * typical // request_bytes, context, max_running
         )
-        budget -= sum(size for _, size in working(running)) + page_size * token
+        budget -= sum(size for _, size in working.rows(running)) + page_size * token
         states = kept_states(config, state_bytes, running, budget)
         budget -= states * state_bytes
         total = largest(shares, budget, running, running * (context + ahead + page_size))
@@ -206,7 +227,7 @@ def plan_memory(
     pages, kinds = divided(shares, total, running, page_size, weights), attention_kinds(arch.layers)
     rows = [
         *fixed.rows,
-        *working(running),
+        *working.rows(running),
         *kv_rows(arch, sizes, page_size, pages, running, ahead),
         (
             "KV, the page that pads batches",

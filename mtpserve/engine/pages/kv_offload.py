@@ -84,15 +84,7 @@ def make_tiers(
             "--disaggregation-mode: pages are not recorded"
         )
     block_sizes = [block_bytes(part) for part in parts]
-    # As the device divides its pool: a window's pages are few.
-    whole = options.ranks * sum(
-        bytes * group.allocator.num_pages for bytes, group in zip(block_sizes, groups.groups, strict=True)
-    )
-    counts = [size * group.allocator.num_pages // whole for group in groups.groups]
-    if min(counts) < 1:
-        raise ConfigError(
-            f"--kv-offload-gib {size / 2**30:g} holds no page of {options.ranks * sum(block_sizes)} bytes"
-        )
+    counts = host_counts(options, block_sizes, groups)
     shared = None
     if nodes.keeps or options.ranks > 1:
         shared = SharedBlocks(
@@ -122,18 +114,46 @@ def make_tiers(
         "protocol": VERSION,
         "layout": ", ".join(f"{bytes} bytes" for bytes in block_sizes),
     }
-    way, remote = nodes.disaggregation_transfer_backend, None
-    nixl = (
-        Nixl(blocks if shared is None else [shared.whole])
-        if way == "nixl" and nodes.role is not None
-        else None
+    remote = link_nodes(tiers, options, groups, facts, blocks, shared)
+    return tiers, Transfers(moved, disk, remote)
+
+
+def host_counts(options: TierOptions, block_sizes: Seq[int], groups: PageGroups) -> list[int]:
+    """How many of each group's pages host memory holds: divided as the device divides its pool, since a
+    window's pages are few. Raises ConfigError where it is too small for one."""
+    whole = options.ranks * sum(
+        bytes * group.allocator.num_pages for bytes, group in zip(block_sizes, groups.groups, strict=True)
     )
+    counts = [options.host * group.allocator.num_pages // whole for group in groups.groups]
+    if min(counts) < 1:
+        raise ConfigError(
+            f"--kv-offload-gib {options.host / 2**30:g} holds no page of "
+            f"{options.ranks * sum(block_sizes)} bytes"
+        )
+    return counts
+
+
+def link_nodes(
+    tiers: Tiers,
+    options: TierOptions,
+    groups: PageGroups,
+    facts: dict[str, str],
+    blocks: Seq[Tensor],
+    shared: SharedBlocks | None,
+) -> PageClient | None:
+    """Gives the tiers what takes pages from other nodes, and what offers them; returns what fetches them.
+    None: this node takes none."""
+    nodes, remote = options.nodes, None
+    backend = nodes.disaggregation_transfer_backend
+    nixl = None
+    if backend == "nixl" and nodes.role is not None:
+        nixl = Nixl(blocks if shared is None else [shared.whole])
     if nodes.pulls:
         tiers.receiver = KVReceiver(tiers, groups)
-        remote = PageClient(facts, nodes.disaggregation_timeout, way, nixl)
+        remote = PageClient(facts, nodes.disaggregation_timeout, backend, nixl)
     if shared is not None and nodes.keeps:
         leases = Leases(nodes.disaggregation_lease)
         server = PageServer(nodes.host, nodes.port(options.engine), facts, shared, leases, nixl)
         tiers.sender = KVSender(tiers, groups, leases, Exporter(server.engine, server.host, server.port))
         tiers.on_close = server.close
-    return tiers, Transfers(moved, disk, remote)
+    return remote
