@@ -20,7 +20,7 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.request import Finish, TokenLogprob
 from mtpserve.server.chat.bodies import CompletionRequest
 from mtpserve.server.chat.constraints import NATIVE
-from mtpserve.server.chat.service import StepOutput
+from mtpserve.server.chat.steps.step_output import StepOutput
 from mtpserve.server.http.errors import validation_message
 from mtpserve.server.openai.usage import Usage
 from mtpserve.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from mtpserve.core.request import Finish, Request, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec, SamplingParams, Speculation
 from mtpserve.integrations.preprocessed import body_of, chunk_of, last_of
 from mtpserve.server.chat.generation import Choice
-from mtpserve.server.chat.service import StepOutput
+from mtpserve.server.chat.steps.step_output import StepOutput
 from mtpserve.server.openai.usage import Usage
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import checkpoint, tokenizer

@@ -13,7 +13,7 @@ import pytest
 from mtpserve.core.request import Finish, Proposal, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.bodies import ChatRequest, CompletionRequest
-from mtpserve.server.chat.service import StepOutput, StepReader
+from mtpserve.server.chat.steps.step_output import StepOutput, StepReader
 from mtpserve.server.openai.logprobs import Offsets
 from mtpserve.server.schema.unsupported import same
 from mtpserve.text.detokenizer import Detokenizer

@@ -12,7 +12,7 @@ import pytest
 
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.server.app import create_app
-from mtpserve.server.chat.service import StepOutput
+from mtpserve.server.chat.steps.step_output import StepOutput
 from mtpserve.server.openai.usage import Trace
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events

@@ -1,4 +1,4 @@
-"""A counter is added in two files: a field with its metrics, and the line that counts it. An integer option: its field, and what reads it."""
+"""A counter is added in two files: a field with its metrics, and the line that counts it. An option is a field alone."""
 
 from __future__ import annotations
 

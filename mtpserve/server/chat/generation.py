@@ -20,7 +20,8 @@ from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.bodies import ChatRequest
 from mtpserve.server.chat.dialogue import asked_tools, rendered
-from mtpserve.server.chat.service import Service, StepOutput
+from mtpserve.server.chat.service import Service
+from mtpserve.server.chat.steps.step_output import StepOutput
 from mtpserve.server.chat.tools import OutputPlan, output_plan, planned
 from mtpserve.server.http.errors import renamed
 from mtpserve.server.schema.fields import refuse_constant

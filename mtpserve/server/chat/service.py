@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from time import perf_counter
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import msgspec
 from fastapi import Depends, Request as HTTPRequest
 
 from mtpserve.config import EngineConfig, ServerConfig
@@ -23,13 +21,14 @@ from mtpserve.core.errors import (
     RequestFailed,
     ShuttingDown,
 )
-from mtpserve.core.kv_transfer import PageOffer
 from mtpserve.core.protocols.clients import EngineClient
-from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
+from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.formats import Formats
+from mtpserve.server.chat.steps.patience import Patience, shorter
+from mtpserve.server.chat.steps.step_output import StepOutput, StepReader
 from mtpserve.server.chat.template_needs import Needs, needs_of
-from mtpserve.server.http.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
+from mtpserve.server.http.errors import ContextLengthExceeded, ModelNotFound
 from mtpserve.server.observe.history import RecentHistory
 from mtpserve.server.observe.metrics import Metrics
 from mtpserve.server.observe.observed import ROUTE, RequestClock
@@ -41,31 +40,10 @@ from mtpserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 MAX_BYTES_PER_TOKEN = 8  # a text with more bytes per token of the context is refused without tokenizing it
 INLINE_BYTES = 4096  # shorter texts are tokenized at once, in less time than a thread takes to start
 MATCHED_TOKENS = 256  # the last ones, in which the stop string is looked for: no token is shorter than a byte
 LOGGED_TOKENS = 256  # of a prompt, where prompts are logged
-
-
-class StepOutput(msgspec.Struct, frozen=True):
-    """What one step added to one choice's text. The last one has `finish`."""
-
-    text: str
-    tokens: list[int]  # those that count: up to the one that completed a stop string
-    finish: Finish | None = None
-    logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`
-    prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens
-    proposal: Proposal = Proposal()
-    accepted: int = 0  # proposed tokens that the step accepted, before any stop string
-    cached: int = 0  # with the first token: of the prompt, found in the prefix cache
-    offer: PageOffer | None = None  # with `finish`
-
-    @property
-    def kept(self) -> list[int]:
-        """Those accepted that are in the text, as nodes of the proposal."""
-        return self.proposal.path[: min(self.accepted, len(self.tokens))]
 
 
 SGLANGS_NAME = "default"  # what its clients call any model
@@ -338,89 +316,6 @@ class Service:
                 text,
                 request.sampling,
             )
-
-
-@dataclass(slots=True)
-class StepReader:
-    """One request's events as StepOutputs."""
-
-    detokenizer: Detokenizer
-    clock: RequestClock
-    started: bool = False  # a token has come
-    finish: Finish | None = None
-    error: str | None = None  # the request has failed, after what was read
-
-    def read(self, events: Sequence[TokenEvent]) -> list[StepOutput]:
-        """One for each event, up to the one that ends the request."""
-        steps: list[StepOutput] = []
-        for event in events:
-            if event.finish in (Finish.ERROR, Finish.ABORT):
-                self.error = event.error or "the request was aborted"
-                break
-            step = self._step(event)
-            self.clock.tokens(len(step.tokens), event.times, event.num_cached_tokens)
-            self.started = self.started or bool(event.tokens)
-            steps.append(step)
-            if step.finish is not None:
-                self.finish = step.finish
-                break
-        return steps
-
-    def _step(self, event: TokenEvent) -> StepOutput:
-        """The event's tokens as text: up to a stop string, or with what was held back where the engine has
-        ended the request."""
-        text, used, stopped = self.detokenizer.push(event.tokens)
-        finish = Finish.STOP if stopped else event.finish
-        if finish is not None and not stopped:
-            text += self.detokenizer.finish()
-        tokens, logprobs = event.tokens, event.logprobs
-        if used < len(tokens):
-            tokens, logprobs = tokens[:used], None if logprobs is None else logprobs[:used]
-        step = StepOutput(
-            text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.num_accepted_tokens,
-            event.num_cached_tokens,
-            event.offer
-        )  # fmt: skip
-        if step.proposal.tokens:
-            self.clock.verified(len(step.proposal.tokens), len(step.kept))
-        return step
-
-    def aborted(self) -> StepOutput:
-        """The client has ended the request by its id."""
-        self.finish = Finish.ABORT
-        return StepOutput(self.detokenizer.finish(), [], self.finish)
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a request waits for the engine, in seconds from its arrival: for the first token, and
-    altogether. None: for ever."""
-
-    first: float | None
-    whole: float | None
-    arrival: float
-
-    def limit(self, started: bool) -> float | None:
-        return self.whole if started or self.first is None else shorter(self.first, self.whole)
-
-    async def wait(self, coming: Awaitable[T], limit: float, started: bool) -> T:
-        """Raises EngineBusy or DeadlineExceeded where it takes longer than `limit`."""
-        try:
-            async with asyncio.timeout_at(
-                asyncio.get_running_loop().time() + limit - (perf_counter() - self.arrival)
-            ):
-                return await coming
-        except TimeoutError:
-            raise self.error(started) from None
-
-    def error(self, started: bool) -> MTPServeError:
-        if started or self.limit(started) == self.whole:
-            return DeadlineExceeded(f"the request took more than {self.whole:g} s")
-        return EngineBusy(f"no token came within {self.first:g} s: too many requests wait")
-
-
-def shorter(one: float | None, other: float | None) -> float | None:
-    return min((limit for limit in (one, other) if limit is not None), default=None)
 
 
 async def served(request: HTTPRequest) -> Service:

@@ -19,7 +19,7 @@ from mtpserve.core.errors import RequestFailed
 from mtpserve.core.request import TokenLogprob
 from mtpserve.server.chat.bodies import GenerationRequest
 from mtpserve.server.chat.generation import Added, Choice, Generation
-from mtpserve.server.chat.service import StepOutput
+from mtpserve.server.chat.steps.step_output import StepOutput
 from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import EventStream, unless_gone
 from mtpserve.server.openai.logprobs import ById, Offsets, TokenNames, prompt_scores

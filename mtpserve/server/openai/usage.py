@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mtpserve.core.request import Proposal
 from mtpserve.server.chat.generation import Choice
-from mtpserve.server.chat.service import StepOutput
+from mtpserve.server.chat.steps.step_output import StepOutput
 from mtpserve.server.http.rendering import Rendered
 from mtpserve.text.tokenizer import Tokenizer
 

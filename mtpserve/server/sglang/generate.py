@@ -16,7 +16,8 @@ from starlette.responses import Response
 from mtpserve.core.request import Finish, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.generation import Choice, Generation, requests_of
-from mtpserve.server.chat.service import Served, Service, StepOutput
+from mtpserve.server.chat.service import Served, Service
+from mtpserve.server.chat.steps.step_output import StepOutput
 from mtpserve.server.http.errors import renamed, renaming
 from mtpserve.server.http.rendering import JSON, Rendered, finite
 from mtpserve.server.http.sse import EventStream, unless_gone

@@ -1,0 +1,83 @@
+"""One request's events from the engine, as steps of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from mtpserve.core.kv_transfer import PageOffer
+from mtpserve.core.request import Finish, Proposal, TokenEvent, TokenLogprob
+from mtpserve.server.observe.observed import RequestClock
+from mtpserve.text.detokenizer import Detokenizer
+
+
+class StepOutput(msgspec.Struct, frozen=True):
+    """What one step added to one choice's text. The last one has `finish`."""
+
+    text: str
+    tokens: list[int]  # those that count: up to the one that completed a stop string
+    finish: Finish | None = None
+    logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens
+    proposal: Proposal = Proposal()
+    accepted: int = 0  # proposed tokens that the step accepted, before any stop string
+    cached: int = 0  # with the first token: of the prompt, found in the prefix cache
+    offer: PageOffer | None = None  # with `finish`
+
+    @property
+    def kept(self) -> list[int]:
+        """Those accepted that are in the text, as nodes of the proposal."""
+        return self.proposal.path[: min(self.accepted, len(self.tokens))]
+
+
+@dataclass(slots=True)
+class StepReader:
+    """One request's events as StepOutputs."""
+
+    detokenizer: Detokenizer
+    clock: RequestClock
+    started: bool = False  # a token has come
+    finish: Finish | None = None
+    error: str | None = None  # the request has failed, after what was read
+
+    def read(self, events: Sequence[TokenEvent]) -> list[StepOutput]:
+        """One for each event, up to the one that ends the request."""
+        steps: list[StepOutput] = []
+        for event in events:
+            if event.finish in (Finish.ERROR, Finish.ABORT):
+                self.error = event.error or "the request was aborted"
+                break
+            step = self._step(event)
+            self.clock.tokens(len(step.tokens), event.times, event.num_cached_tokens)
+            self.started = self.started or bool(event.tokens)
+            steps.append(step)
+            if step.finish is not None:
+                self.finish = step.finish
+                break
+        return steps
+
+    def _step(self, event: TokenEvent) -> StepOutput:
+        """The event's tokens as text: up to a stop string, or with what was held back where the engine has
+        ended the request."""
+        text, used, stopped = self.detokenizer.push(event.tokens)
+        finish = Finish.STOP if stopped else event.finish
+        if finish is not None and not stopped:
+            text += self.detokenizer.finish()
+        tokens, logprobs = event.tokens, event.logprobs
+        if used < len(tokens):
+            tokens, logprobs = tokens[:used], None if logprobs is None else logprobs[:used]
+        step = StepOutput(
+            text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.num_accepted_tokens,
+            event.num_cached_tokens,
+            event.offer
+        )  # fmt: skip
+        if step.proposal.tokens:
+            self.clock.verified(len(step.proposal.tokens), len(step.kept))
+        return step
+
+    def aborted(self) -> StepOutput:
+        """The client has ended the request by its id."""
+        self.finish = Finish.ABORT
+        return StepOutput(self.detokenizer.finish(), [], self.finish)
