@@ -19,7 +19,7 @@ from mtpserve.cli.options import given, settings
 from mtpserve.tools.bench.bench import BENCHMARKS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKER = re.compile(r" *<!-- (parsed|skipped): (.+) -->")
 FENCE = re.compile(r" *```(\w*)$")
 OWN = re.compile(r"^(\.venv/bin/)?mtpserve\b")

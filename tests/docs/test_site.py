@@ -55,7 +55,8 @@ def loaded(page: Path) -> Iterator[str]:
 
 
 def test_every_page_of_docs_is_there(site: Path) -> None:
-    missing = [page.stem for page in (ROOT / "docs").glob("*.md") if not (site / f"{page.stem}.html").is_file()]
+    pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
+    missing = [str(page) for page in pages if not (site / page.with_suffix(".html")).is_file()]
     assert not missing
     assert not (site / "site.py").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from mtpserve.tools.bench.bench import BENCHMARKS
 from tests.house import reference, surface
 from tests.house.tree import ROOT
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+STEP, INTERNALS = ROOT / "docs" / "design.md", sorted((ROOT / "docs" / "internals").glob("*.md"))
 OTHERS = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docker/README.md", "kernels/README.md", "mtpserve/README.md")
 LINKING = [*PAGES, *(ROOT / name for name in OTHERS)]
+STEP_LINES, PAGE_COLUMNS, SENTENCE_WORDS = 200, 140, 25  # readers may have another first language
 FOREIGN = {"deploy", "faq", "http", "bench"}  # these name other programs' options; tests/docs/test_commands.py parses their commands
 
 
@@ -63,6 +66,25 @@ def test_every_file_that_is_linked_exists() -> None:
     for page in LINKING:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"(?s)```.*?^ *```", "", read(page), flags=re.MULTILINE)):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Of paragraphs and list items; fences, tables, headings and the targets of links are left out."""
+    prose = re.sub(r"(?ms)^ *```.*?^ *```|^(?:\||#).*?$", "", text)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", re.sub(r"\]\([^)]*\)", "]", prose)):
+        yield from re.split(r"(?<=[.!?])[*)\"]*\s+(?=[^a-z\s])", re.sub(r"^\s*(?:-|\d+\.) ", "", paragraph))
+
+
+@pytest.mark.parametrize("page", [STEP, *INTERNALS], ids=lambda page: page.stem)
+def test_the_design_is_in_short_sentences(page: Path) -> None:
+    long = [" ".join(each.split()) for each in sentences(read(page)) if len(re.findall(r"\S*\w\S*", each)) > SENTENCE_WORDS]
+    long += [line for line in read(page).splitlines() if len(line) > PAGE_COLUMNS and not line.startswith("|")]
+    assert not long
+
+
+def test_the_step_is_one_short_page_and_names_the_others() -> None:
+    assert len(read(STEP).splitlines()) <= STEP_LINES
+    assert [page.name for page in INTERNALS if f"(internals/{page.name})" not in read(STEP)] == []
 
 
 def test_every_fence_says_what_is_in_it() -> None:
