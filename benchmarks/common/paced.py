@@ -14,8 +14,9 @@ from pathlib import Path
 
 import mtpserve
 from mtpserve.config import EngineConfig, ModelConfig, ServerConfig
-from mtpserve.core.request import EngineStats, Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
+from mtpserve.core.request import Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.parallel.ticks import Ticks
 from mtpserve.server.launch import serve
 from mtpserve.text.tokenizer import Tokenizer

@@ -11,13 +11,7 @@ import msgspec
 
 from mtpserve.core.kv_transfer import PageOffer, PageSource
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.stats.engine_stats import (  # importers of requests need them, too
-    STEP_TOKENS as STEP_TOKENS,
-    DepthState as DepthState,
-    DraftHealth as DraftHealth,
-    DraftState as DraftState,
-    EngineStats as EngineStats,
-)
+from mtpserve.core.stats.engine_stats import DepthState, EngineStats
 
 
 class Finish(StrEnum):

@@ -36,9 +36,10 @@ from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, QueueFull
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.protocols.runner import Launched, ModelRunner
-from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.state.request_state import RequestState
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.depth.clock import StepClock
 from mtpserve.engine.depth.first_times import ladder, measure
 from mtpserve.engine.depth.policy import DepthPolicy, report

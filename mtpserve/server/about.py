@@ -14,7 +14,7 @@ from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.config.server import NONE
 from mtpserve.core.errors import EngineBusy, InvalidRequest
-from mtpserve.core.request import DraftState
+from mtpserve.core.stats.engine_stats import DraftState
 from mtpserve.server.chat.service import Served, Service
 from mtpserve.server.http.rendering import JSON, Rendered
 

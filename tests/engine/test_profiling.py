@@ -12,7 +12,7 @@ import torch
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.request import EngineStats
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.process.client import ProcessClient
 from mtpserve.engine.process.messages import Events, Silent
 from mtpserve.engine.process.profiling import Profiling

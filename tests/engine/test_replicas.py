@@ -10,8 +10,9 @@ import pytest
 
 from mtpserve.core.errors import EngineBusy, EngineDead, LoadError, QueueFull, RequestFailed
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.request import EngineStats, Finish, ModelCard, Request, SpecChange, SpecReport, StepCosts, TokenEvent
+from mtpserve.core.request import Finish, ModelCard, Request, SpecChange, SpecReport, StepCosts, TokenEvent
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.process import affinity, replicas
 from mtpserve.engine.process.replicas import LOST, Replicas
 from mtpserve.engine.process.totals import total
@@ -395,6 +396,5 @@ def test_totals() -> None:
     two = EngineStats(running=2, loaded_pages={"host": 1, "disk": 4}, accept_lengths=[1, 1, 7], generation_tokens_total=6)
     two.draft_health = replace(two.draft_health, state="weak", faults_total=2)
     both = total([one, two])
-    assert (both.running, both.generation_tokens_total, both.accept_lengths) == (3, 11, [2, 3, 7])
+    assert (one.running, both.running, both.generation_tokens_total, both.accept_lengths) == (1, 3, 11, [2, 3, 7])
     assert both.loaded_pages == {"host": 3, "disk": 4} and (both.draft_health.state, both.draft_health.faults_total) == ("weak", 2)
-    assert one.running == 1

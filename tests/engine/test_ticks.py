@@ -14,8 +14,9 @@ from typing import Any, cast
 import pytest
 
 from mtpserve.core.errors import EngineDead
-from mtpserve.core.request import EngineStats, Request, TokenEvent
+from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.parallel.ticks import Ticks
 from mtpserve.engine.process import process
 from mtpserve.engine.process.messages import Abort, Down, Join, ResetCache, Shutdown, Submit

@@ -9,7 +9,8 @@ import msgspec
 
 from mtpserve.core.errors import EngineDead, RequestFailed
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.request import EngineState, EngineStats, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import EngineState, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.process.messages import Submit
 from tests.server.fake_engine import FakeEngine
 

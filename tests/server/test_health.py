@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mtpserve.core.request import DraftHealth
+from mtpserve.core.stats.engine_stats import DraftHealth
 from tests.server.fake_client import FakeClient
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mtpserve.core.request import EngineStats
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.server.app import create_app
 from mtpserve.server.observe.observed import Recent
 from mtpserve.server.observe.report import line

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from mtpserve.config import ServerConfig
-from mtpserve.core.request import EngineStats
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.server.app import create_app
 from mtpserve.server.observe.histogram import LoopHistogram
 from mtpserve.server.observe.history import EVERY_S, KEPT_S, RECENT_S, RecentHistory

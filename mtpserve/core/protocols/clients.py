@@ -6,15 +6,8 @@ from collections.abc import AsyncGenerator, Sequence as Seq
 from typing import Protocol
 
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.request import (
-    EngineState,
-    EngineStats,
-    ModelCard,
-    Request,
-    SpecChange,
-    SpecReport,
-    TokenEvent,
-)
+from mtpserve.core.request import EngineState, ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.stats.engine_stats import EngineStats
 
 
 class RequestClient(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class DraftState:
+class DraftingState:
     coupled: bool = False  # as in core.plan.NewRequest
     max_pending_draft_tokens: int = 0  # drafts that a step may leave for it
     has_mixed_sources: bool = False  # some drafts come from a grammar, a prediction or n-grams

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.state.cache_state import CacheState
-from mtpserve.core.state.draft_state import DraftState
+from mtpserve.core.state.draft_state import DraftingState
 from mtpserve.core.state.queue_state import QueueState
 
 
@@ -45,7 +45,7 @@ class RequestState:
     finish: Finish | None = None
     error: str | None = None
     cache: CacheState = field(default_factory=CacheState)
-    draft: DraftState = field(default_factory=DraftState)
+    draft: DraftingState = field(default_factory=DraftingState)
     queue: QueueState = field(default_factory=QueueState)
 
     @property

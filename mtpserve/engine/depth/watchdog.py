@@ -31,9 +31,10 @@ from time import perf_counter
 
 from mtpserve.config.drafters import MTP
 from mtpserve.core.errors import EngineBusy
-from mtpserve.core.request import DraftHealth, DraftState, Proposal, Request
+from mtpserve.core.request import Proposal, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.state.request_state import RequestState
+from mtpserve.core.stats.engine_stats import DraftHealth, DraftState
 from mtpserve.engine.depth.control import EngineControl
 from mtpserve.engine.depth.survival import part_of
 from mtpserve.engine.steps import RequestOutput

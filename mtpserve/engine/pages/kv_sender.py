@@ -11,7 +11,7 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key
 from mtpserve.cache.leases import Leases, Place
 from mtpserve.core.kv_transfer import PageOffer
-from mtpserve.core.request import EngineStats
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.pages.host import HostMemory
 
 

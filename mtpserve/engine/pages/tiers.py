@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key
 from mtpserve.core.plan import Transfer, Transferred
-from mtpserve.core.request import EngineStats
 from mtpserve.core.state.cache_state import Held
 from mtpserve.core.state.request_state import RequestState as Live
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.pages.host import Disk, HostMemory
 from mtpserve.engine.pages.kv_receiver import KVReceiver
 from mtpserve.engine.pages.kv_sender import KVSender

@@ -15,7 +15,8 @@ import msgspec
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, MTPServeError, QueueFull
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.stats.engine_stats import EngineStats
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -25,15 +25,8 @@ from typing import Literal, Protocol
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
 from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.protocols.clients import RequestClient
-from mtpserve.core.request import (
-    EngineState,
-    EngineStats,
-    ModelCard,
-    Request,
-    SpecChange,
-    SpecReport,
-    TokenEvent,
-)
+from mtpserve.core.request import EngineState, ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.process.affinity import Affinity
 from mtpserve.engine.process.totals import counters, total
 

@@ -148,7 +148,7 @@ class Recent:
 
     A window of at least WINDOW_S seconds that ends now. Reading it has no effect on other readers.
 
-    samples   | s0 | s1 | s2 | … | now      s0: the youngest that is at least WINDOW_S old, or the first
+    samples   | s0 | s1 | s2 | … | now      s0: the youngest that is WINDOW_S old or older, or the first
               └──── the window ────┘
     """
 

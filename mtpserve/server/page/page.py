@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve import __version__
-from mtpserve.core.request import EngineStats, ModelCard
+from mtpserve.core.request import ModelCard
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.observe.history import RECENT_S
 from mtpserve.server.observe.observed import RequestClock

@@ -11,7 +11,8 @@ from starlette.responses import Response
 
 from mtpserve import __version__
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.request import EngineState, EngineStats, ModelCard
+from mtpserve.core.request import EngineState, ModelCard
+from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.server.chat.service import Served
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.schema.shapes import SERVER
