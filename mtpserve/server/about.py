@@ -175,7 +175,7 @@ async def health(service: Served, verbose: bool = False) -> Response:
 
 
 async def load(service: Served) -> Response:
-    """How many requests run or wait, in vLLM's form."""
+    """Answers how many requests run or wait, in vLLM's form."""
     stats = service.client.stats()
     return JSON(ServerLoad(stats.running + stats.waiting))
 
@@ -202,7 +202,8 @@ def model_for_anthropic(service: Service, name: str) -> AnthropicModel:
 
 
 def from_anthropic(request: Request) -> bool:
-    """Its clients ask for models under OpenAI's paths, and are told apart by a header that they all send."""
+    """True if the request is from Anthropic's clients. They ask for models under OpenAI's paths, and all send
+    one header."""
     return "anthropic-version" in request.headers
 
 

@@ -272,7 +272,7 @@ def engines_of(
     *,
     progress: bool = False,
 ) -> Replicas:
-    """Not started. `meetings`: its meetings_of."""
+    """Returns the engines, not started. `meetings`: their meetings_of."""
 
     def make(number: int, restarts: int) -> ProcessClient:
         config = replace(
@@ -305,7 +305,8 @@ def announce(listener: socket.socket, model: str, scheme: str) -> None:
 
 
 async def first(*works: Awaitable[Any]) -> int:
-    """Which of them ended first; the others are cancelled. Of several the leftmost counts."""
+    """Returns the number of the awaitable that ended first, and cancels the others. If several ended, the
+    leftmost counts."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -33,8 +33,8 @@ NO_ROLE: Schema = {
 
 
 def schemas_of(bodies: list[type[BaseModel]]) -> dict[str, Schema]:
-    """By name. FastAPI's own would be without what its records have no fields for, and have large numbers
-    rounded."""
+    """Returns the schemas by name. FastAPI's own lack what its records have no fields for, and round large
+    numbers."""
     _, definitions = models_json_schema(
         [(body, "validation") for body in bodies], ref_template=REFERENCE.replace("name", "model")
     )

@@ -66,7 +66,7 @@ class SpecBody(Strict):
 
 
 async def show_spec(service: Served) -> Response:
-    """How deep the engine goes, what it has learned of acceptance, and what steps cost."""
+    """Answers how deep the engine goes, what it has learned of acceptance, and what steps cost."""
     return JSON(spec_object(service, await exchange(service, SpecChange())))
 
 

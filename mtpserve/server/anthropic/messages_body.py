@@ -268,7 +268,7 @@ class MessagesRequest(CountRequest, SamplingFields):
     timeout: Timeout | None = None
 
     def chat(self, offer: Offer) -> ChatRequest:
-        """Without `max_tokens`, which may be more than there is room for."""
+        """Returns the chat request without `max_tokens`, which may exceed the room."""
         names = ("model", "stream", "timeout", *SamplingFields.model_fields)
         fields = {name: getattr(self, name) for name in names}
         if self.stop_sequences is not None:

@@ -164,12 +164,12 @@ class GenerationRequest(SamplingFields, TransferFields):
 
     @property
     def choices(self) -> int:
-        """How many are answered, of each prompt."""
+        """The number of answers to each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def generated(self) -> int:
-        """How many are generated, of each prompt: those that are answered are among them."""
+        """The number of choices that are generated for each prompt, the answered ones among them."""
         return self.choices
 
     @property
@@ -178,7 +178,7 @@ class GenerationRequest(SamplingFields, TransferFields):
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """How many alternatives; None: no log-probabilities."""
+        """The number of alternatives; None: no log-probabilities."""
         return None
 
     def speculation(self) -> Speculation:
@@ -297,7 +297,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several, each a text or tokens."""
+        """The prompts, each a text or tokens."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -388,7 +388,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def thinks(self) -> bool | None:
-        """None: not said."""
+        """True if the model shall reason; None if the client does not say it."""
         if self.reasoning is not None and self.reasoning.enabled is not None:
             return self.reasoning.enabled
         return None if self.thinking is None else self.thinking.type != "disabled"

@@ -1,4 +1,4 @@
-"""From a conversation to its prompt: templates, tools, and what the template needs of both."""
+"""The way from a conversation to its prompt: templates, tools, and what the template needs of both."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How the served model writes tool calls and reasoning: as the options say, or else as its chat template, its
-vocabulary and its family do.
+"""The format in which the served model writes tool calls and reasoning: the options say it, or else its chat
+template, its vocabulary and its family.
 
 A template that renders calls shows the format of its model's own, whatever the family: checkpoints of one
 architecture differ.
@@ -30,7 +30,7 @@ SWITCHES = ("enable_thinking", "thinking")  # variables by which templates turn 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """By the names of text/parsers/registry; None: no calls, or no reasoning, are looked for."""
+    """The names of text/parsers/registry for tool calls and reasoning; None: neither is parsed."""
 
     tool_calls: str | None = None
     reasoning: str | None = None
@@ -112,8 +112,8 @@ def squeezed(text: str) -> str:
 
 
 def reasoning_format(family: str | None, tokenizer: Tokenizer) -> str | None:
-    """One for models that always reason, if the template always opens the reasoning. Otherwise the family's,
-    which may find none."""
+    """Returns the format for models that always reason, if the template always opens the reasoning. Otherwise
+    returns the family's, which may find none."""
     opened = rendered(tokenizer, [USER]).rstrip().endswith(ALWAYS.start)
     plain = family is None or REASONINGS.get(family) == SOMETIMES
     if opened and plain and not any(map(tokenizer.template_takes, SWITCHES)):

@@ -81,7 +81,7 @@ class Block:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def arguments(self) -> dict[str, Any] | None:
-        """None where the model did not complete them, or wrote no JSON object."""
+        """The call's arguments; None if the model did not complete them, or wrote no JSON object."""
         try:
             value = json.loads(self.text, parse_constant=refuse_constant)
         except (ValueError, RecursionError):
@@ -154,7 +154,7 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """Per token; an output without tokens is the least likely."""
+        """The mean log-probability of a token; an output without tokens is the least likely."""
         return self.logprob / len(self.tokens) if self.tokens else -math.inf
 
     def text(self, kind: Literal["reasoning", "text"] = "text") -> str:
@@ -188,8 +188,8 @@ class Generation:
     streaming: bool
 
     async def steps(self) -> AsyncGenerator[Iterator[tuple[int, StepOutput, Added]], None]:
-        """Each step's choice, its output, and what it adds to the choice's blocks; all that have come since
-        the last ones, which a choice gets one by one as the caller iterates."""
+        """Yields each step's choice, its output, and what it adds to the choice's blocks. One item has all
+        steps since the last one, which a choice gets one by one as the caller iterates."""
         streams = [
             self.service.generate(choice.request, self.arrival, self.timeout, streaming=self.streaming)
             for choice in self.choices

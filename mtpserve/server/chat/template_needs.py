@@ -77,8 +77,8 @@ def short(id: str) -> str:
 
 
 def single(messages: Sequence[Message]) -> Iterator[Message]:
-    """Each call in a message of its own, followed by its result. The text and the reasoning before the calls
-    are in the first."""
+    """Yields each call in a message of its own, followed by its result. The first message has the text and
+    the reasoning before the calls."""
     rest = list(messages)
     while rest:
         message = rest.pop(0)

@@ -171,7 +171,8 @@ class OutputPlan:
 
     @property
     def calls_alone(self) -> bool:
-        """Besides reasoning: what else seems to be there is a call's beginning that the limit has cut."""
+        """True if the output has only calls besides reasoning. Other text is then a call's beginning that the
+        limit has cut."""
         return self.calls is not None and self.use.forced and self.separate_reasoning
 
     def parser(self) -> OutputParser:

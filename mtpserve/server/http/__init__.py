@@ -1,1 +1,1 @@
-"""Between the routes and the wire: errors, keys, limits, event streams."""
+"""The layer between routes and wire: errors, keys, limits, event streams."""

@@ -1,5 +1,5 @@
-"""How much a client may send, and how slowly it may send and read. Refused while it happens, not after it was
-collected.
+"""Limits of how much a client may send, and how slowly it may send and read. They refuse while it happens,
+not after the body was collected.
 
 What waits for a client that does not read is bounded three times: the engine's client holds so many events
 for each request and then ends it; uvicorn stops asking for more once the socket takes nothing; and the

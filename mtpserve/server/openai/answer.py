@@ -93,7 +93,7 @@ class ChoiceWriter(ABC):
 
     @abstractmethod
     def output(self) -> Fields:
-        """All of the output."""
+        """Returns the whole output."""
 
     @abstractmethod
     def parts(self, added: Added) -> Iterable[Fields]:
@@ -247,7 +247,7 @@ class Answer:
         return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
 
     def _answered_with(self) -> list[ChoiceWriter]:
-        """All of them, or the likeliest of each prompt, those first and numbered anew."""
+        """Returns all choices, or the likeliest of each prompt, sorted and numbered anew."""
         generated, wanted = self.body.generated, self.body.choices
         if generated == wanted:
             return self.writers

@@ -58,7 +58,7 @@ class Strict(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def whole_numbers(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """To JSON 7.0 is an integer as 7 is, and some clients have one type of number."""
+        """Takes 7.0 as the integer 7: JSON makes no difference, and some clients have one type of number."""
         try:
             return handler(body)
         except ValidationError:
@@ -83,16 +83,16 @@ class Strict(BaseModel):
 
 
 class Salted(Strict):
-    """Whose pages a request may find in the prefix cache: those of requests with the same two values.
-    `extra_key` is SGLang's."""
+    """The fields that say whose pages a request may find in the prefix cache: those of requests with the same
+    two values. `extra_key` is SGLang's."""
 
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     extra_key: Annotated[str, Field(max_length=512)] | None = None
 
     @property
     def salt(self) -> str:
-        """No two pairs give the same one: a gateway may set one of the values, and leave the other to its
-        clients."""
+        """The salt of both values. No two pairs give the same one: a gateway may set one of the values, and
+        leave the other to its clients."""
         salts = (self.cache_salt, self.extra_key or None)
         return json.dumps(salts) if any(salts) else ""
 

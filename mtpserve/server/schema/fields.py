@@ -17,7 +17,7 @@ MAX_ID_DIGITS = 20  # longer ones are not token ids, and Python refuses to read 
 
 
 def either(kinds: str) -> WrapValidator:
-    """One message for a union, instead of one for each of its members."""
+    """Returns a validator with one message for a union, instead of one for each member."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:

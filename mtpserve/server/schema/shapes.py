@@ -1,5 +1,5 @@
-"""From a body's class to its schema in the OpenAPI document: what the types do not say is added, with the
-numbers that the checks have.
+"""The way from a body's class to its schema in the OpenAPI document: it adds what the types do not say, with
+the numbers that the checks have.
 
 A class says in `shapes` what its fields may be beyond their types, and in `rules` how they depend on each
 other. No bodies here.

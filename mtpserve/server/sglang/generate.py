@@ -159,7 +159,7 @@ def params_of(service: Service, wanted: Wanted, priority: int) -> SamplingParams
 async def choices_of(
     service: Service, body: NativeRequest, params: Sequence[SamplingParams], arrival: float
 ) -> list[NativeChoice]:
-    """One for each prompt and choice, in this order. `params`: of each prompt."""
+    """Returns one choice for each prompt and number, in this order. `params`: one for each prompt."""
     choices: list[NativeChoice] = []
     handover = service.handover(body)
     context = service.client.card.context_length

@@ -1,4 +1,4 @@
-"""How much each engine has to do, in SGLang's words: what routers poll to balance by load."""
+"""The load of each engine in SGLang's words, which routers poll to balance."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def given(before: Stored | None, new_input: str | list[InputItem]) -> ResponseIn
 
 
 def listed(new_input: str | list[InputItem], taken: set[str]) -> Iterator[objects.ListedItem]:
-    """Under the ids that the client gave them, where no item before has them already."""
+    """Yields the items under the ids that the client gave them, if no item before has the same id."""
     for item in [InputItem(role="user", content=new_input)] if isinstance(new_input, str) else new_input:
         id = item.id if item.id and item.id not in taken else f"{PREFIXES[item.type]}_{uuid.uuid4().hex}"
         taken.add(id)

@@ -81,7 +81,7 @@ class ResponseAnswer:
         self.keep()
 
     def item(self, index: int) -> objects.AnyItem:
-        """Only the last one can have been cut off."""
+        """Returns an item. Only the last one can have been cut off."""
         whole = self.status in ("completed", "in_progress") or index < len(self.choice.blocks) - 1
         return item(self.choice.blocks[index], "completed" if whole else "incomplete", self.members)
 

@@ -88,7 +88,7 @@ def error_event(status: int, answer: ErrorAnswer, stream_id: str | UnsetType) ->
 
 @dataclass(slots=True)
 class Connection:
-    """One client's. What it sends is read while an answer is written: so its leaving is seen, and ends the
+    """One client's connection. It reads while an answer is written: so it sees the client leave, and ends the
     answer."""
 
     socket: WebSocket
@@ -127,7 +127,7 @@ class Connection:
             self._arrived.set()
 
     def _cancel(self) -> None:
-        """Nothing happens where no answer is being written: it may just have ended."""
+        """Ends the answer that is being written; it may just have ended by itself."""
         if self._answered is not None:
             self.service.abort(self._answered)
 
@@ -194,7 +194,7 @@ class EventKind(msgspec.Struct):
 
 
 def kind_of(text: str) -> Any:
-    """None where it is no event."""
+    """Returns the type of an event; None if the text is no event."""
     try:
         return msgspec.json.decode(text, type=EventKind).type
     except (msgspec.MsgspecError, RecursionError):

@@ -1,4 +1,4 @@
-"""How a response begins, over HTTP and over a WebSocket alike."""
+"""The beginning of a response, over HTTP and over a WebSocket alike."""
 
 from __future__ import annotations
 

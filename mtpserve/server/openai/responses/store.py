@@ -39,7 +39,7 @@ class ResponseStore:
     _characters: int = 0
 
     def put(self, id: str, stored: Stored) -> None:
-        """Also instead of what was kept under this id."""
+        """Stores a response, also in place of the one with this id."""
         self._drop(id)
         self._kept[id] = stored
         self._characters += stored.characters
