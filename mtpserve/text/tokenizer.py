@@ -150,7 +150,7 @@ class Tokenizer:
         return spelled or ""
 
     def token_text(self, token: int) -> str:
-        """As OpenAI shows tokens: one that is not whole characters as bytes:\\x…"""
+        """Returns the text that OpenAI shows: a token that is not whole characters is bytes:\\x…"""
         written = self.token_bytes(token)
         try:
             return written.decode()

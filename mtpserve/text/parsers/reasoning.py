@@ -45,7 +45,7 @@ class Thinking:
         return self.start, self.end, *(self.answer or ())
 
     def opening(self, prompt: str) -> Opening:
-        """From the end of the rendered prompt: templates open the reasoning, or switch it off by closing it
+        """Reads the end of the rendered prompt: templates open the reasoning, or switch it off by closing it
         at once."""
         tail = prompt[-MAX_TAIL:].rstrip()
         if tail.endswith(self.end):
@@ -55,8 +55,8 @@ class Thinking:
         return Opening.INSIDE if self.always or tail.endswith(self.start) else Opening.MAYBE
 
     def goes_on(self, begun: str) -> Opening:
-        """From the given beginning of an answer that is continued: reasoning follows only if its last tag is
-        a start tag."""
+        """Reads the beginning of an answer that is continued: reasoning follows only if its last tag is a
+        start tag."""
         return Opening.INSIDE if begun.rfind(self.start) > begun.rfind(self.end) else Opening.NONE
 
     def read(

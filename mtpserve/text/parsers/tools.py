@@ -24,7 +24,7 @@ class Tool:
 
 
 class CallFormat(Protocol):
-    """How a family of models writes calls. Its only state is the tools of one request."""
+    """A format in which a family of models writes calls. Its only state is the tools of one request."""
 
     markers: tuple[str, ...]  # texts with which calls begin; see Scanner.until
     # tokens of their own in the vocabularies of models that write so, where the markers are not
@@ -33,7 +33,7 @@ class CallFormat(Protocol):
     layouts: tuple[str, ...] = ()  # the same as other templates of such models write it
 
     def __init__(self, tools: Sequence[Tool]) -> None:
-        """Most formats are read without knowing the tools."""
+        """Takes the tools, although most formats are read without them."""
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         """`marker` comes next. Begins and ends calls in `scan`; text that it leaves in the record was not a

@@ -34,7 +34,7 @@ class DeepSeekV3(CallFormat):
             scan.layout()
 
     def _call(self, scan: Scanner) -> Reading[bool]:
-        """Called after the marker was taken → whether a call followed."""
+        """Reads a call after the marker was taken → whether a call followed."""
         yield from scan.blanks()
         name = yield from scan.while_in(in_name)
         if not name or not (yield from scan.follows(SEPARATOR)):

@@ -70,7 +70,8 @@ class Pythonic(CallFormat):
 
 
 class LFM2(Pythonic):
-    """Between tokens of its own; objects in JSON there too, which its system prompt may ask for."""
+    """Python calls between tokens of its own. Objects may be JSON there, too, which its system prompt may ask
+    for."""
 
     START, END = "<|tool_call_start|>", "<|tool_call_end|>"
     markers = (START,)
