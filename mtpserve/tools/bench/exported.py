@@ -134,8 +134,8 @@ class ServerCounters:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Under the names of vLLM's client, and SGLang's `accept_length`; rates there are in percent, those
-        by position are not."""
+        """Returns the counters under the names of vLLM's client, and SGLang's `accept_length`. Rates there
+        are in percent, those by position are not."""
         results: dict[str, Any] = {
             "counters_of": self.server,
             "counted_prompt_tokens": self.prompt,
@@ -156,7 +156,7 @@ class ServerCounters:
 
 
 def read_counters(text: str) -> ServerCounters | None:
-    """From Prometheus' text format. None: the server has none of `SETS`."""
+    """Reads Prometheus' text format. None: the server has none of `SETS`."""
     series: dict[str, list[tuple[str, float]]] = {}
     for name, labels, value in LINE.findall(text):
         series.setdefault(name, []).append((labels, float(value)))

@@ -141,7 +141,7 @@ def show(report: InspectReport, memory_alone: bool) -> None:
 
 
 def terminal() -> Console:
-    """On a terminal, tables with rules; in a pipe, plain columns that are not wrapped."""
+    """Returns a console: tables with rules on a terminal, plain columns that are not wrapped in a pipe."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)

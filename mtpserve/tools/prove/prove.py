@@ -182,7 +182,7 @@ def judged(divergence: Divergence, proof: Proof, tie: float | None) -> str:
 
 
 def forgiven(proof: Proof) -> str | None:
-    """None: nothing was."""
+    """Returns what was excused; None: nothing was."""
     ties = [divergence.gap for divergence in proof.divergences if divergence.gap <= proof.tie]
     texts = 0 if proof.excuse is None else proof.excuse.texts.count
     if not proof.holds or not (ties or texts):
@@ -235,7 +235,7 @@ f"alone, up to twice that is expected",
 
 
 def next_steps(proof: Proof, values: Values, tie: float | None) -> list[str]:
-    """One line each, the first first. `values`: the given options; `tie`: --tie."""
+    """Returns what to try next, one line each, the first first. `values`: the given options; `tie`: --tie."""
     if proof.lossy:
         return [
             "leave out --speculative-accept-threshold-single and -acc: below 1 they accept what the "
@@ -291,7 +291,7 @@ def of_logic(values: Values) -> list[str]:
 
 
 def one_by_one(values: Values) -> list[str]:
-    """None where no option was given that could change a text."""
+    """Advises to leave options out one by one; empty if no option was given that could change a text."""
     # a config file may have the server's, too
     engines = {option.name for option in all_options(ENGINE_SECTIONS)}
     flags = [f"--{dashed(name)}" for name in values if name in engines.difference(WHICH)]

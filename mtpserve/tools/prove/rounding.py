@@ -56,7 +56,7 @@ def unheard(ended: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """So many of so many differ."""
+    """A share: `count` of `of` differ."""
 
     count: int
     of: int

@@ -35,7 +35,7 @@ class Replayed:
 
 @dataclass(slots=True)
 class Pending:
-    """One that was launched and not read."""
+    """A step that was launched and not read."""
 
     plan: StepPlan
     names: dict[int, str]  # names of the requests, by seat
@@ -43,7 +43,7 @@ class Pending:
     error: Exception | None = None
 
     def result(self) -> StepResult | None:
-        """None: it raises, or has raised."""
+        """The step's result; None: it raises, or has raised."""
         if self.launched is None:
             return None
         try:

@@ -219,7 +219,7 @@ def decided(values: Values, config: EngineConfig) -> EngineConfig:
 
 
 def described(config: EngineConfig) -> tuple[HFConfig, Family]:
-    """From config.json alone. Imports torch, as all families do."""
+    """Reads config.json alone. Imports torch, as all families do."""
     from mtpserve.models.registry import family_of
     from mtpserve.weights.checkpoint.hf import read_config
     from mtpserve.weights.checkpoint.hub import fetched

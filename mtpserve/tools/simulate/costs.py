@@ -1,5 +1,5 @@
-"""How long a step takes on a device that is not here: a roofline of three terms, to compare pools and
-policies, not to predict a machine.
+"""The time of a step on a device that is not here: a roofline of three terms, to compare pools and policies,
+not to predict a machine.
 
     seconds = overhead + max(weights / bandwidth, 2 · parameters · rows / flops)
                        + max(KV read / bandwidth, attention's products / flops)

@@ -130,7 +130,7 @@ class Simulation:
         self._sampling: dict[int, SamplingParams] = {}  # by priority
 
     def run(self, conversations: Iterable[TraceConversation]) -> Simulated:
-        """To the end of all of them, which come in the order of arrival."""
+        """Runs all conversations to their end; they come in the order of arrival."""
         coming = iter(conversations)
         self._next(coming)
         while self._events or self._busy:
@@ -153,7 +153,7 @@ class Simulation:
     # ------------------------------------------------------------------------------------------------ clients
 
     def _next(self, coming: Iterable[TraceConversation]) -> None:
-        """One conversation at a time is taken from what may be made while it is read."""
+        """Takes one conversation from an iterator that may make it while it is read."""
         for conversation in coming:
             self._at(conversation.at, partial(self._begin, conversation, coming))
             return

@@ -1,4 +1,4 @@
-"""Who asks what and when: conversations from files in Mooncake's and ShareGPT's formats, and random ones.
+"""Conversations and their times: from files in Mooncake's and ShareGPT's formats, and random ones.
 
     Mooncake    {"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [...]}, one object per
                 line; an id stands for 512 tokens together with all before them

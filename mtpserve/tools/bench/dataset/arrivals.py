@@ -1,4 +1,5 @@
-"""When requests are sent: times drawn in advance, so that a slow server does not slow down those who ask."""
+"""Times at which requests are sent. They are drawn in advance, so that a slow server does not slow down its
+clients."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Counting(Protocol):
     def size(self) -> int: ...
 
     def token_text(self, token: int) -> str | None:
-        """None: it is special, or no whole character."""
+        """Returns the token's text; None if it is special, or no whole character."""
 
     def encode(self, text: str) -> Sequence[int]: ...
 

@@ -162,7 +162,8 @@ f"tokens, of which each group "
 
 
 def multi_turn(source: DatasetSource) -> Questions:
-    """Each turn's prompt contains those before it and the server's own answers."""
+    """Returns conversations in which each turn's prompt contains those before it and the server's own
+    answers."""
     options = source.options
     if options.dataset_path is not None:
         count = None if source.tokenizer is None else source.tokenizer.encode

@@ -71,7 +71,7 @@ def custom(options: DatasetOptions, random: Random, count: Count) -> list[AskedC
 
 
 def spec_bench(options: DatasetOptions, random: Random, count: Count) -> list[AskedConversation]:
-    """All turns of each question, with the server's own answers between them, in the file's order."""
+    """Returns all turns of each question, with the server's own answers between them, in the file's order."""
     conversations, categories = [], set()
     for where, value in objects(options.dataset_path or ""):
         turns, category = value.get("turns"), text_of(where, "category", value.get("category"))

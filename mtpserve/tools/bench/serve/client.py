@@ -168,7 +168,7 @@ class Client:
             return response.status, await response.read()
 
     async def wait_until_ready(self, seconds: float) -> None:
-        """Until /v1/models answers. Raises BenchError after `seconds`."""
+        """Waits until /v1/models answers. Raises BenchError after `seconds`."""
         import aiohttp
 
         end = self.clock.now() + seconds
@@ -196,7 +196,7 @@ class Client:
             await self.clock.sleep(min(1.0, max(0.05, end - self.clock.now())))
 
     async def models(self) -> Sequence[ListedModel]:
-        """None where the server cannot say."""
+        """Returns the server's models; None if the server cannot say."""
         import aiohttp
 
         try:
@@ -206,8 +206,8 @@ class Client:
             return ()
 
     async def counters(self) -> ServerCounters | None:
-        """Once they no longer change: an engine tells its front end what it has counted a moment later. None:
-        there are none."""
+        """Returns the counters once they no longer change: an engine tells its front end a moment later what
+        it has counted. None: there are none."""
         import aiohttp
 
         last: ServerCounters | None = None

@@ -29,7 +29,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """When a request was due, when its turn came, and when it was written: between `ready` and `at` it waited
+    """The times at which a request was due, had its turn, and was written: between `ready` and `at` it waited
     for a slot."""
 
     planned: float
@@ -74,7 +74,7 @@ class Measured:
 
     @property
     def e2e(self) -> float:
-        """From sending to the response's end."""
+        """The seconds from sending to the response's end."""
         return self.end - self.sent.at
 
     @property
@@ -83,7 +83,7 @@ class Measured:
 
     @property
     def ttft(self) -> float | None:
-        """To the first chunk with a token; a chunk that only opens the message has none."""
+        """The seconds to the first chunk with a token; a chunk that only opens the message has none."""
         return self.arrivals[0].time - self.sent.at if self.streamed and self.arrivals else None
 
     @property

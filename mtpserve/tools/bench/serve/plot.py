@@ -20,7 +20,7 @@ BLUE, ORANGE, GREEN, GREY, RED = "#2a6fbb", "#d9822b", "#3c8c5a", "#8a8f98", "#c
 
 
 def check_plot(file: str) -> None:
-    """Before the run. Raises ConfigError where matplotlib is missing or does not know the kind of file."""
+    """Raises ConfigError before the run, if matplotlib is missing or does not know the kind of file."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

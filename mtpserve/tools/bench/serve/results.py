@@ -131,8 +131,8 @@ def folder(option: str, name: str) -> None:
 
 
 def writable(option: str, file: str) -> None:
-    """Before the run, which may take an hour: raises ConfigError where `file` cannot be written. Leaves no
-    empty file behind."""
+    """Raises ConfigError if `file` cannot be written: before the run, which may take an hour. Leaves no empty
+    file behind."""
     path = Path(file)
     if path.is_dir():
         raise ConfigError(f"--{option} {file}: Is a directory")

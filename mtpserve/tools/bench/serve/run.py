@@ -50,7 +50,7 @@ class RawRun:
 
     @property
     def seconds(self) -> float:
-        """From the start to the last answer's end."""
+        """The seconds from the start to the last answer's end."""
         return max((request.end for request in self.requests), default=self.start) - self.start
 
 
@@ -77,8 +77,8 @@ async def send_all(
 
 async def talk_through(client: Asks, conversation: AskedConversation, planned: float, pause: float,
                        slots: AbstractAsyncContextManager[object], done: Done) -> list[Measured]:  # fmt: skip
-    """One conversation, turn after turn. Where a turn fails, those after it cannot be asked, and have failed
-    too."""
+    """Measures one conversation, turn after turn. If a turn fails, those after it cannot be sent, and have
+    failed too."""
     answers: list[Measured] = []
     history, clock = History(), client.clock
     for turn in conversation.turns:

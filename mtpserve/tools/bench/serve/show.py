@@ -141,7 +141,7 @@ def latencies(console: Console, summary: Summary, metrics: Sequence[str]) -> Tab
 
 
 def verifications(console: Console, run: RawRun) -> Table | None:
-    """From the server's counters, over this run alone."""
+    """Returns the table of the server's counters over this run alone."""
     server = run.server
     if server is None or not server.verifications:
         return None
@@ -315,7 +315,7 @@ def show_sweep(points: Sequence[Point], what: str, console: Console | None = Non
 
 @contextmanager
 def progress(total: int, shown: bool, title: str) -> Iterator[Callable[[Measured], None]]:
-    """On standard error, where that is a terminal."""
+    """Shows the progress on standard error, if that is a terminal."""
     if not (shown and sys.stderr.isatty()):
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""From a response's bytes to tokens and times: server-sent events of /v1/completions and
+"""The way from a response's bytes to tokens and times: server-sent events of /v1/completions and
 /v1/chat/completions, or one JSON object.
 
 Does not read from the network: bytes come with the time at which they came.

@@ -142,7 +142,8 @@ def spread(values: Iterable[float | None], percentiles: Sequence[float] = PERCEN
 
 
 def peak_of(requests: Iterable[Measured]) -> int:
-    """Most requests at once. One that ends when another is sent does not overlap with it."""
+    """Returns the most requests at once. A request that ends when another is sent does not overlap with
+    it."""
     changes = sorted(
         [(request.sent.at, 1) for request in requests] + [(request.end, -1) for request in requests]
     )

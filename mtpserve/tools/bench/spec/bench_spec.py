@@ -247,7 +247,7 @@ def measure(
 
 
 def clock_of(llm: LLM) -> Any:
-    """None where steps are captured: their parts cannot be told apart."""
+    """Returns the clock of a step's parts; None if steps are captured: their parts cannot be told apart."""
     from mtpserve.runtime.graphs.parts import PartClock
     from mtpserve.runtime.runner import Runner
 
@@ -328,7 +328,7 @@ def library_prompts(tokenizer: Tokenizer, length: int, count: int) -> list[list[
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[], None]]:
-    """On standard error, where that is a terminal."""
+    """Shows the progress on standard error, if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda: None
         return

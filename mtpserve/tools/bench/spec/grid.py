@@ -1,5 +1,5 @@
-"""Which shapes of drafts a measurement compares, and what its numbers mean. Arithmetic alone: measure.py runs
-them.
+"""The shapes of drafts that a measurement compares, and the meaning of its numbers. Arithmetic alone:
+measure.py runs them.
 
 AL    tokens of a verification, the target's own included: tokens / verifications
 S     tokens per second, relative to plain decoding of the same requests in the same run

@@ -64,7 +64,7 @@ class SpecBench:
         return windows
 
     def window(self, load: SpecLoad, number: int, output: int) -> Window:
-        """Until a request has `output` tokens. In each round other requests ask, the same ones of each
+        """Measures until a request has `output` tokens. Each round has other requests, the same ones for each
         shape."""
         first = number * load.batch
         prompts = {str(i): list(self.prompts[(first + i) % len(self.prompts)]) for i in range(load.batch)}
@@ -107,7 +107,7 @@ class SpecBench:
             self.engine.add(Request(id, prompt, replace(params, seed=(params.seed or 0) + number)))
 
     def _take(self, events: Iterator[list[TokenEvent]], texts: dict[str, list[int]]) -> int:
-        """One step's tokens. → how many requests got any."""
+        """Takes one step's tokens. → how many requests got any."""
         token_events = [event for event in next(events, []) if event.tokens]
         for event in token_events:
             texts[event.id] += event.tokens
