@@ -77,7 +77,8 @@ class Audit:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """No NaN and no infinity. One pass and no copy: either of them shows in the minimum or maximum."""
+    """True if there is no NaN and no infinity. One pass and no copy: either of them shows in the minimum or
+    maximum."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())

@@ -1,5 +1,5 @@
-"""Which parameters stay as they are stored, whatever the config says: those of whose matrices all have scales
-in the checkpoint, of one format that a product reads.
+"""The parameters that stay as they are stored, whatever the config says: all their matrices have scales in
+the checkpoint, in one format that a product reads.
 
 Decided for each parameter: a checkpoint may have some layers quantised and others not.
 """
@@ -68,9 +68,9 @@ def why_wide(
     owner: Any, name: str, members: list[Placement], formats: list[StoredFormat], kinds: Collection[str],
     shard: Shard
 ) -> str | None:  # fmt: skip
-    """None: the parameter can be kept. A fused matrix is multiplied in one product, so that its parts must be
-    alike; those in blocks must begin at block boundaries, experts' parts have separate scales. What ranks
-    share must be shared by whole blocks or groups."""
+    """Returns why a parameter is widened; None: it can be kept. A fused matrix is multiplied in one product,
+    so that its parts must be alike; those in blocks must begin at block boundaries, experts' parts have
+    separate scales. Ranks must share whole blocks or groups."""
     first = formats[0]
     if name not in getattr(owner, "may_hold_blocks", ()):
         return "its module cannot multiply quantised weights"

@@ -1,6 +1,6 @@
-"""Which of a checkpoint's tensors together are one matrix, and in which format: from their names, dtypes and
-shapes, matrix by matrix, whatever the config says. Reads headers only; what tensors mean is said in
-quant/published.py.
+"""The tensors of a checkpoint that together are one matrix, and their format: read from names, dtypes and
+shapes, matrix by matrix, whatever the config says. Reads headers only; quant/published.py says what tensors
+mean.
 
 A family's rules know a matrix by the name that it has unquantised, X.weight (or X, where experts are one
 tensor):
@@ -115,8 +115,8 @@ def kinds_of(tensors: Entries) -> set[str]:
 
 
 def groups(tensors: Entries) -> list[Group]:
-    """All tensors, each in exactly one group, in the checkpoint's order. Raises LoadError for two that are
-    the same part of one matrix."""
+    """Returns all tensors, each in exactly one group, in the checkpoint's order. Raises LoadError for two
+    that are the same part of one matrix."""
     by_name: dict[str, Group] = {}
     for name in tensors:
         whole, role = part(name, tensors)
@@ -139,7 +139,7 @@ def part(name: str, tensors: Entries) -> tuple[str, str]:
 
 
 def belongs(name: str) -> tuple[str, str]:
-    """By its name alone."""
+    """Returns the matrix and the role that the name alone tells."""
     for suffix, (end, role) in SUFFIXES.items():
         if name.endswith(suffix):
             return name.removesuffix(suffix) + end, role
@@ -154,7 +154,7 @@ def numbers_of(whole: str) -> tuple[str, ...]:
 
 
 def unused(name: str, checkpoint: Checkpoint) -> str | None:
-    """Why a tensor is left out for which the model has no place; None: it must have one."""
+    """Returns why a tensor is left out for which the model has no place; None: it must have one."""
     stem, _, last = name.rpartition(".")
     if last == "bias" and f"{stem}.qweight" in checkpoint.tensors and not checkpoint.tensor(name).any():
         return "AutoGPTQ writes a bias of zeros for every matrix"

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint goes where, from the headers alone. All errors but those in the numbers are
+"""The place of each tensor of a checkpoint, from the headers alone. All errors but those in the numbers are
 raised here.
 
 So a wrong checkpoint fails before a single weight is read. loader.py carries the plan out.
@@ -81,7 +81,7 @@ class Region:
         return parameter if self.rows is None else parameter.narrow(int(self.every), self.start, self.rows)
 
     def moves(self, shard: Shard) -> Iterator[Move]:
-        """From the tensor of the region to the rank's part of the parameter."""
+        """Yields the moves from the tensor of the region to the rank's part of the parameter."""
         return shard.moves(self.expert, None if self.rows is None else (self.start, self.rows), self.every)
 
     def fills(self, parameter: Tensor, source: str) -> list[Fill]:
@@ -166,7 +166,8 @@ def _place(
     quant_config: schemes.Told,
     left_out: Counter[str],
 ) -> Placement | None:
-    """None for tensors that are dropped; those that no rule knows are counted in `left_out`."""
+    """Places one group; None for tensors that are dropped. Those that no rule knows are counted in
+    `left_out`."""
     name, entry = group.name, checkpoint.tensors[group.main]
     try:
         rule, groups = matcher.match(name)
@@ -219,7 +220,7 @@ def _place(
 
 
 def _region(module: nn.Module, parameter: Tensor, target: str, how: How, groups: Groups) -> Region | None:
-    """None if the model has no such expert."""
+    """Returns the region of a parameter; None if the model has no such expert."""
     if not isinstance(how, Stack | Expert | EveryExpert):
         return Region()
     path, _, leaf = target.rpartition(".")

@@ -1,5 +1,5 @@
-"""Which part of each parameter a rank has, where several compute one model together. Of each dimension it is
-one of these kinds:
+"""The part of each parameter that a rank has, if several ranks compute one model. Each dimension is one of
+these kinds:
 
     replicated    all of it
     blocks        one of as many equal blocks as the rank's dimension is smaller: rows of a first matrix
@@ -64,7 +64,7 @@ class Dim:
 
     @property
     def filled(self) -> bool:
-        """By the stretches, which do not overlap."""
+        """True if the stretches, which do not overlap, fill the dimension."""
         return sum(stretch.stop - stretch.start for stretch in self.stretches) == self.size
 
     def divides(self, block: int) -> bool:
@@ -196,8 +196,8 @@ def joined(stretches: Sequence[Stretch] | Iterator[Stretch]) -> Iterator[Stretch
 
 
 def shards_of(whole: nn.Module, local: nn.Module, ranks: Ranks = ALONE) -> dict[str, Shard]:
-    """By the names of the parameters. `whole` may be on no device, and is `local` itself where there is one
-    rank."""
+    """Returns the shards by the names of the parameters. `whole` may be on no device, and is `local` itself
+    where there is one rank."""
     places = parameters(local)
     return {
         name: shard_of(

@@ -78,8 +78,8 @@ class Checkpoint:
         return cls(directory, _indexed(index) if index.is_file() else _all_files(directory))
 
     def tensor(self, name: str) -> Tensor:
-        """On the CPU, memory-mapped from the file and read on first access. Do not write to it; copy it. What
-        GGUF quantises is float32."""
+        """Returns a tensor on the CPU, memory-mapped from the file and read on first access. Do not write to
+        it; copy it. What GGUF quantises is float32."""
         from safetensors import SafetensorError
 
         file = self.tensors[name].file

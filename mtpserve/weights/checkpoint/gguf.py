@@ -77,7 +77,7 @@ def unpaired(tensor: Tensor, heads: int) -> Tensor:
 
 
 def gguf_entries(path: Path) -> Iterator[tuple[str, GGUFEntry]]:
-    """From the header. Raises LoadError naming the file and the tensor."""
+    """Reads the header. Raises LoadError naming the file and the tensor."""
     header = GGUFHeader.read(path)
     layout = layout_of(header)
     for tensor in header.tensors:

@@ -177,7 +177,7 @@ def _llama3(header: GGUFHeader, theta: float, dim: int, tensor: GGUFTensor) -> d
 
 
 def llama3_factor(wavelength: float, scaling: dict[str, Any]) -> float:
-    """By which a frequency is divided: https://github.com/meta-llama/llama-models, apply_scaling."""
+    """Returns the divisor of a frequency: https://github.com/meta-llama/llama-models, apply_scaling."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     share = (scaling["original_max_position_embeddings"] / wavelength - low) / (high - low)
     share = min(max(share, 0.0), 1.0)

@@ -110,7 +110,7 @@ def quantization_section(config: HFConfig) -> HFConfig:
 
 
 def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> RopeArch:
-    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` in older files: none, default, linear,
+    """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` in older files: none, default, linear,
     llama3 or yarn.
 
     `dim`, of a head, and `interleaved` come from the family: most configs have no key for them. `part` of a

@@ -1,4 +1,4 @@
-"""One object of a config.json, whose keys are checked when a model family reads them.
+"""A config.json, whose keys are checked when a model family reads them.
 
 Every error names the file, the key, its value and what is accepted.
 """
