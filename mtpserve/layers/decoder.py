@@ -31,7 +31,7 @@ MakeBlock = Callable[[int], Blocks]  # number in arch.layers → its blocks
 
 @dataclass(frozen=True, slots=True)
 class Methods:
-    """How a model's matrices are stored and multiplied."""
+    """The methods that store and multiply a model's matrices."""
 
     layers: LinearMethod  # the trunk's
     head: LinearMethod

@@ -176,8 +176,8 @@ class PackExperts(Protocol):
     def __call__(
         self, experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, /
     ) -> MixExperts:
-        """After loading, also of the shared expert and its gate. May reorder the memory of the experts'
-        weights, as core.protocols.linear.Pack."""
+        """Packs experts after loading, also the shared expert and its gate. May reorder the memory of the
+        experts' weights, as core.protocols.linear.Pack."""
         ...
 
 
@@ -227,7 +227,7 @@ class LastNorm(Protocol):
 
 class PackLayers(Protocol):
     def __call__(self, layers: Sequence[Layer], norm: LastNorm, /) -> RunLayers:
-        """All layers of a model, after they were loaded, and the norm after them."""
+        """Packs all layers of a model, after they were loaded, and the norm after them."""
         ...
 
 

@@ -58,8 +58,8 @@ class Mixer(nn.Module):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """By float64: what torch computes in float32 depends on where a vector of the processor ends, and so on
-    the number of rows."""
+    """Computes in float64. In float32 torch's result depends on where a vector of the processor ends, and so
+    on the number of rows."""
     return x.double().sigmoid().float()
 
 
@@ -107,7 +107,7 @@ class StreamNorm(RMSNorm):
 
 
 class LastStreamNorm(RMSNorm):
-    """After the last layer: the streams become one, which is normed."""
+    """The norm after the last layer: the streams become one, which is normed."""
 
     def __init__(self, arch: ModelArch, streams: StreamsArch, kernels: Kernels) -> None:
         super().__init__(arch.hidden, arch.norm_eps, kernels)

@@ -170,7 +170,7 @@ def by_head(matrices: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
-    """One layer after the other, each with its own calls of the other kernels."""
+    """Computes one layer after the other, each with its own calls of the other kernels."""
 
     def run(
         x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...]
@@ -242,7 +242,7 @@ def few(x: Tensor, experts: RoutedExperts) -> bool:
 
 
 def all_experts(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: RoutedExperts) -> Tensor:
-    """Every expert over every row; what was not chosen is multiplied with zero."""
+    """Computes every expert over every row; what was not chosen is multiplied with zero."""
     number, places = len(experts.gate_up), places_of(topk_ids, experts)
     # [T, experts]
     dense = weights.new_zeros(len(x), number + 1).scatter_(1, places, weights)[:, :number].to(x.dtype)
@@ -292,8 +292,8 @@ def places_of(topk_ids: Tensor, experts: RoutedExperts) -> Tensor:
 
 
 def hit_row_by_row(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: RoutedExperts) -> Tensor:
-    """Every product has one row, in the order of the experts' numbers: the other rows cannot change how it is
-    added up."""
+    """Computes products of one row, in the order of the experts' numbers: the other rows cannot change how it
+    is added up."""
     order = topk_ids.argsort(-1)
     alone = zip(
         x.split(1), weights.gather(1, order).split(1), topk_ids.gather(1, order).split(1), strict=True
@@ -302,7 +302,8 @@ def hit_row_by_row(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: Routed
 
 
 def gate_up_of(experts: RoutedExperts, expert: int, dtype: torch.dtype) -> Tensor:
-    """One expert's, widened where it has scales. Gate and up begin blocks of their own."""
+    """Returns one expert's gate and up, widened if they have scales. Gate and up begin blocks of their
+    own."""
     stored, scales = experts.gate_up[expert], experts.gate_up_scale_inv
     if scales is None:
         return stored
@@ -337,8 +338,8 @@ def wide(numbers: Tensor, scale: Tensor, zeros: Tensor | None, dtype: torch.dtyp
 def linear_stored(
     x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Each product widens its weights anew, a strip at a time: slower than a widened copy, and no larger than
-    the stored weights."""
+    """Widens the weights for each product anew, a strip at a time: slower than a widened copy, and no larger
+    than the stored weights."""
     matrix, strip = QuantisedMatrix(weight, scale, zeros), STRIP * BLOCK[0]
     strips = (widen(matrix.rows(start, start + strip), x.shape[1]) for start in range(0, len(weight), strip))
     out = torch.cat([F.linear(x, rows.to(x.dtype)) for rows in strips], -1)

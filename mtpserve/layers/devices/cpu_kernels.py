@@ -144,7 +144,8 @@ def pack_experts(experts: RoutedExperts, shared: SharedExpert | None, gate: Gate
 
 
 def shared_matrices(shared: SharedExpert) -> tuple[linear.Matrix, linear.Matrix] | None:
-    """None: its size is not one of whole panels, or its gate has limits, and it is computed by itself."""
+    """Returns gate_up and down of the shared expert. None: its size is not one of whole panels, or its gate
+    has limits, and it is computed by itself."""
     matrices = matrix_of(cast(Linear, shared.gate_up)), matrix_of(cast(Linear, shared.down))
     return None if matrices[1].inputs % linear.PANEL or isinstance(shared.gate, ClampedGate) else matrices
 
@@ -205,7 +206,7 @@ class PanelMatrix:
 
 
 def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
-    """All layers in one call. Layers of other kinds are computed one by one, and so are those of ranks
+    """Packs all layers in one call. Layers of other kinds are computed one by one, and so are those of ranks
     without shared memory."""
     try:
         described, ranks = [described_layer(layer) for layer in layers], exchange_of(layers)
@@ -215,7 +216,7 @@ def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
 
 
 def exchange_of(layers: Sequence[Layer]) -> Exchange | None:
-    """None: no other rank has a part of them."""
+    """Returns the exchange between ranks; None: no other rank has a part of them."""
     ranks = cast("GQA | MLA", cast(DecoderLayer, layers[0]).attention).kernels.ranks
     if ranks.size == 1:
         return None
