@@ -1,2 +1,2 @@
-"""One file per family: its architecture from the config, its blocks, and the names of its checkpoint's
-tensors."""
+"""The model families, one file each: its architecture from the config, its blocks, and the names of its
+checkpoint's tensors."""

@@ -112,7 +112,8 @@ def experts(config: HFConfig, dense: int = 0) -> MoEArch | None:
 
 
 def dense_layers(config: HFConfig, first: int) -> tuple[int, ...]:
-    """From `mlp_layer_types`, or `first_k_dense_replace`; otherwise the `first` ones."""
+    """Returns the dense layers of `mlp_layer_types`, or `first_k_dense_replace`; otherwise the `first`
+    ones."""
     layers, types = config.get_int("num_hidden_layers", at_least=1), config.raw("mlp_layer_types")
     if types is None:
         # The MTP layer's number is the first after the trunk's.

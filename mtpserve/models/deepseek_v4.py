@@ -116,7 +116,7 @@ def sliding(config: HFConfig, dim: int) -> Attention:
 
 
 def kinds(config: HFConfig, dim: int, rotated: int) -> list[LayerKind]:
-    """By `layer_types`, or `compress_ratios` in older configs."""
+    """Returns the kinds that `layer_types` names, or `compress_ratios` in older configs."""
     layers, ratios = config.get_int("num_hidden_layers", at_least=1), config.raw("compress_ratios")
     usual = [HEAVY, HEAVY, *(SPARSE if i % 2 else HEAVY for i in range(layers - 2))][:layers]
     if config.has("layer_types") or ratios is None:

@@ -18,8 +18,8 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
 
 
 def indexed(config: HFConfig) -> list[bool]:
-    """Which layers have an indexer: those that `indexer_types` names, or `index_topk_pattern`, or one in
-    `index_topk_freq`."""
+    """Returns whether each layer has an indexer: those that `indexer_types` names, or `index_topk_pattern`,
+    or one in `index_topk_freq`."""
     layers = config.get_int("num_hidden_layers", at_least=1)
     name = "indexer_types" if config.has("indexer_types") else "index_topk_pattern"
     types = config.raw(name)

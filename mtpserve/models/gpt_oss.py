@@ -30,7 +30,8 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
 
 
 def alternating(config: HFConfig, kv: KVLayout) -> list[LayerKind]:
-    """By `layer_types`; without them every second layer has a window, the first one too."""
+    """Returns the kinds that `layer_types` names; without them every second layer has a window, the first one
+    too."""
     layers, window = (
         config.get_int("num_hidden_layers", at_least=1),
         config.get_int("sliding_window", 128, at_least=1),

@@ -77,8 +77,8 @@ def common(
 
 
 def kinds(config: HFConfig, attending: tuple[LayerKind, ...], recurrent: Recurrent) -> tuple[LayerKind, ...]:
-    """By `layer_types`, or every `full_attention_interval`-th layer attends. `attending`: as many as there
-    are layers, MTP layers among them."""
+    """Returns the kinds that `layer_types` names; without it every `full_attention_interval`-th layer
+    attends. `attending`: as many as there are layers, MTP layers among them."""
     layers = config.get_int("num_hidden_layers", at_least=1)
     every = config.get_int("full_attention_interval", 4, at_least=1)
     types = config.raw("layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(layers)]
