@@ -42,7 +42,7 @@ THE_TRUNKS = "the trunk's"
 
 
 class FirstLayer(DecoderLayer):
-    """Without a norm before the attention."""
+    """A layer without a norm before the attention."""
 
     def __init__(self, arch: ModelArch, attention: nn.Module, mlp: nn.Module, kernels: Kernels) -> None:
         super().__init__(arch, attention, mlp, kernels)

@@ -103,7 +103,7 @@ class JoiningLayer(nn.Module):
 
 
 class Projection(nn.Module):
-    """From what is tapped to the head's hidden size."""
+    """The projection from tapped layers to the head's hidden size."""
 
     def __init__(self, arch: Eagle3Arch, methods: Methods, kernels: Kernels) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def stores(checkpoint: Checkpoint, name: str, default: bool) -> bool:
 
 
 def prefix_of(checkpoint: Checkpoint) -> str:
-    """Before the names of all tensors but the language-model head's."""
+    """Returns the prefix of all tensors' names but the language-model head's."""
     return "model." if any(name.startswith("model.") for name in checkpoint.tensors) else ""
 
 

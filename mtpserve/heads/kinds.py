@@ -35,7 +35,7 @@ NUMBERED_LAYER = re.compile(r"model\.layers\.(\d+)\..+")
 
 
 def algorithm_of(directory: Path) -> str | None:
-    """Its name in --speculative-algorithm; None where nothing tells."""
+    """Returns the name in --speculative-algorithm; None if nothing tells."""
     if directory.suffix == SUFFIX:
         return STANDALONE
     if not directory.is_dir():
