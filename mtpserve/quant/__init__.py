@@ -1,1 +1,1 @@
-"""How a matrix is stored, and how it is multiplied."""
+"""The storage of a matrix, and its product."""

@@ -60,9 +60,9 @@ def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tens
 
 
 def make_room(module: nn.Module, name: str, parts: tuple[int, ...]) -> None:
-    """Before loading: the parameter `name` [..., rows, columns] becomes float8 in blocks, and
-    `name`_scale_inv is added. `parts`: the row counts of the matrices that are fused in it; each begins a new
-    block."""
+    """Changes a module before loading: the parameter `name` [..., rows, columns] becomes float8 in blocks,
+    and `name`_scale_inv is added. `parts`: the row counts of the matrices that are fused in it; each begins a
+    new block."""
     old = module.get_parameter(name)
     *experts, _, columns = old.shape
     shape = *experts, sum(scale_shape(rows, columns)[0] for rows in parts), scale_shape(1, columns)[1]

@@ -1,4 +1,4 @@
-"""From the layouts in which quantised matrices are published to stored.py's. All widths are in numbers: N
+"""The way from the published layouts of quantised matrices to stored.py's. All widths are in numbers: N
 outputs, K inputs.
 
 A word of 32 bits holds 32 / bits numbers, the first in its lowest bits, as bytes in memory do too; AWQ's

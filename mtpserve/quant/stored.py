@@ -108,8 +108,9 @@ def widen(matrix: QuantisedMatrix, columns: int) -> Tensor:
 def make_room_by_row(
     module: nn.Module, name: str, bits: int, groups: int, zeros: bool, scales: torch.dtype
 ) -> None:
-    """Before loading: the parameter `name` [..., rows, columns] becomes float8, or integers of four bits,
-    with as many scales for each row: `name`_scale_inv and, where there are zeros, `name`_zeros are added."""
+    """Changes a module before loading: the parameter `name` [..., rows, columns] becomes float8, or integers
+    of four bits, with as many scales for each row. `name`_scale_inv is added and, if there are zeros,
+    `name`_zeros."""
     old = module.get_parameter(name)
     shape, one = (*old.shape[:-1], groups), (*old.shape[:-1], old.shape[-1] * bits // 8)
     params = {name: (one, FP8 if bits == 8 else torch.uint8), name + SCALE: (shape, scales)}
