@@ -64,7 +64,7 @@ class RowByRow:
     def row(
         self, span: int, number: int, x: Tensor, gates: Tensor, conv: Tensor, skip: Tensor | None
     ) -> Tensor:
-        """One row, with so many of its span before it."""
+        """Computes one row, with so many of its span before it."""
         spans, layer, span_slice = self.whole.spans, self.whole.layer, slice(span, span + 1)
         node = number - int(spans.length[span]) + 1
         one = spans._replace(
@@ -112,8 +112,8 @@ class Recurrence:
         self.layers = [states.layer(number) for number in range(len(states.state))]
 
     def plan(self, batch: Batch) -> list[StateContext]:
-        """One for each layer. To be called once for each step: the states then count as those after its
-        committed rows."""
+        """Returns one context for each layer. It is called once for each step: the states then count as those
+        after its committed rows."""
         seats, starts, computed = batch.req_indices, batch.query_start_loc[:-1], self.states.computed
         begin = batch.token_indices[starts]
         length = batch.last_token_rows - starts + 1

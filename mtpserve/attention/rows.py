@@ -42,8 +42,8 @@ def seen_by_rows(batch: Batch, page_size: int, group: int) -> list[Tensor]:
 
 
 def padded(slots: Tensor) -> Tensor:
-    """To whole blocks, with the first slot, which was written: zero weight times what an unwritten one may
-    hold can be NaN."""
+    """Pads to whole blocks, with the first slot, which was written: zero weight times what an unwritten one
+    may hold can be NaN."""
     missing = -len(slots) % BLOCK
     return torch.cat([slots, slots[:1].expand(missing)])
 
