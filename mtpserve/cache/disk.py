@@ -132,8 +132,7 @@ class DiskPages:
             os.unlink(self.path(group, key))
 
     def clear(self) -> None:
-        """No page of this model is found any more. What is being read or written meanwhile comes to
-        nothing."""
+        """Deletes all pages of this model. What is being read or written meanwhile comes to nothing."""
         aside = self.root / f"{self.fingerprint.hex()}.{uuid.uuid4().hex}.old"
         with contextlib.suppress(OSError):
             os.rename(self.own, aside)

@@ -1,5 +1,5 @@
-"""Which pages each request holds, group by group: layers with one window share their pages, and full
-attention is a group of its own.
+"""The pages of each request, group by group: layers with one window share their pages, and full attention is
+a group of its own.
 
     columns     0  1  2  3  4  5  6       of a request's page table; each is `page_size` tokens
     full      | a| b| c| d| e| f| g|      all of them
@@ -72,7 +72,7 @@ class PageGroups:
 
     @property
     def states(self) -> int:
-        """How many may be kept."""
+        """The number of states that may be kept."""
         return self.groups[self.dense].allocator.num_pages if self.has_states else 0
 
     @property
@@ -262,7 +262,7 @@ class PageGroups:
         self.groups[self.dense].allocator.release([page])
 
     def give_state(self, page: int, column: int, key: Key) -> list[Held]:
-        """It is complete, and its holder gives it back → what is cached now; empty: such a state was there
+        """Gives back a complete state of its holder → what is cached now; empty: such a state was there
         already."""
         is_new = self.groups[self.dense].allocator.label(page, key) == page
         self.free_state(page)
@@ -310,7 +310,7 @@ class PageGroups:
         return all(group.window is not None or columns <= group.allocator.free_count for group in self.groups)
 
     def are_free(self, counts: Iterable[int]) -> bool:
-        """So many pages of each group."""
+        """True if so many pages of each group are free."""
         return all(
             count <= group.allocator.free_count for count, group in zip(counts, self.groups, strict=True)
         )
@@ -320,7 +320,7 @@ class PageGroups:
             one.pages += group.allocator.allocate(count)
 
     def advance(self, held: Sequence[Held], start: int) -> None:
-        """No row before token `start` will come any more: release what only such rows see."""
+        """Releases the pages that only rows before token `start` see: such rows come no more."""
         for group, one in zip(self.groups, held, strict=True):
             passed = self._low(group.window, start) - one.first
             if passed > 0:
@@ -339,8 +339,8 @@ class PageGroups:
 
 
 def _prefix(lookup: Callable[[Key], bool], keys: Sequence[Key], end: int, start: int) -> int:
-    """How many of `keys[:end]` are there, from the first on. The page of one that is there implies those
-    before it."""
+    """Returns how many of `keys[:end]` are there, from the first on. The page of one that is there implies
+    those before it."""
     column = min(start, end)
     while column > 0 and not lookup(keys[column - 1]):
         column -= 1

@@ -48,7 +48,7 @@ class Leases:
             self._coming.add(name)
 
     def refuse(self, name: str) -> None:
-        """Its pages will not be computed: who waits for them need not."""
+        """Refuses pages that will not be computed: who waits for them need not."""
         with self._changed:
             self._remember(name)
             self._changed.notify_all()
@@ -83,7 +83,7 @@ class Leases:
 
     @property
     def is_open(self) -> bool:
-        """Some lease has not ended."""
+        """True if some lease has not ended."""
         with self._changed:
             return bool(self._open or self._ended)
 

@@ -1,4 +1,4 @@
-"""Which pages of the KV pool are in use, and by how many holders; which of them can be found by what they
+"""The pages of the KV pool: which are in use, by how many holders, and which can be found by what they
 contain. It stores nothing and knows no tensors.
 
 A page is a number in [0, num_pages). It is free, or held by one or more holders, of which each gives it back
@@ -20,7 +20,7 @@ from mtpserve.cache.keys import Key
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than are free. Nothing was taken."""
+    """More pages are wanted than are free. Nothing was taken."""
 
 
 class PageError(RuntimeError):
@@ -81,7 +81,7 @@ class PageAllocator:
         return self.free_count - sum(page in self._cached for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more holder for each of `pages`, which must be held or cached."""
+        """Adds one holder to each of `pages`, which must be held or cached."""
         self._require_held(Counter(pages), extra=True)
         for page in pages:
             if self._references[page] == 0:
@@ -98,8 +98,8 @@ class PageAllocator:
         return first
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less for each of `pages`; the last one frees it, or leaves it cached. Raises PageError,
-        and changes nothing, for a page not held.
+        """Removes one holder from each of `pages`; the last one frees it, or leaves it cached. Raises
+        PageError, and changes nothing, for a page not held.
 
         A request's pages are given from the first column to the last, and are evicted from the last to the
         first: then a page is never cached without those before it, since who holds it holds these.
@@ -122,7 +122,7 @@ class PageAllocator:
         return keys
 
     def forget(self) -> None:
-        """No page has a key any more; cached ones are free."""
+        """Removes all keys; cached pages become free."""
         for page in self._cached:
             heapq.heappush(self._free, page)
         self._cached.clear()

@@ -106,7 +106,7 @@ class KVPool:
             self._compact(part, source, target)
 
     def widened(self, rows: Tensor) -> Tensor:
-        """Some of what `keys` or `values` gave, in the type that is computed with."""
+        """Converts some of what `keys` or `values` gave to the type that is computed with."""
         return rows.to(self.dtype)
 
     def keys(self, layer: int) -> Tensor:
@@ -128,8 +128,8 @@ class KVPool:
         return self.inputs[layer]
 
     def gathered(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Some slots [...] in the type that is computed with: keys [..., heads, key_dim] and values [...,
-        heads, value_dim].
+        """Returns some slots [...] in the type that is computed with: keys [..., heads, key_dim] and values
+        [..., heads, value_dim].
 
         Copies, read once where the values are part of the keys; of a slice, views where nothing is
         converted."""

@@ -95,7 +95,7 @@ class Stores:
         self.places = [Place(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers)]
 
     def part(self, layers: slice) -> Stores:
-        """Some of the layers, and the stores that these have."""
+        """Returns some of the layers, and the stores that these have."""
         places = self.places[layers]
         used = sorted({place.store for place in places})
         part = copy(self)
