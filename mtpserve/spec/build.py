@@ -1,4 +1,4 @@
-"""From options to a drafter."""
+"""The drafter of given options."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class DraftersByShape:
         self.made: dict[DraftShape, Drafter] = {}
 
     def of(self, shape: DraftShape) -> Drafter:
-        """Without steps: as if no draft model had been loaded. Raises ConfigError for more than the engine
-        was built with."""
+        """Returns the drafter of a shape; without steps it drafts as if no draft model had been loaded.
+        Raises ConfigError for more than the engine was built with."""
         if shape not in self.made:
             self.made[shape] = self.make(shape) if shape.steps else NullDrafter()
         return self.made[shape]

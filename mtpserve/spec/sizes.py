@@ -1,4 +1,4 @@
-"""From options to core.draft_sizes.DraftSizes."""
+"""The core.draft_sizes.DraftSizes of given options."""
 
 from __future__ import annotations
 

@@ -177,8 +177,9 @@ class DraftPasses:
         return rows.input_ids.shape[0] >= max(SPLIT_ROWS, SPLIT_EACH * last.shape[0])
 
     def block(self, batch: Batch, req_indices: Tensor, ids: Tensor, index: Tensor, mask: int) -> Hidden:
-        """One pass over the last tokens `ids` [D], whose rows are at `index`, and a mask for each draft after
-        them (DFlash, https:// arxiv.org/abs/2602.06036 §3). → as core.protocols.models.BlockModel.block."""
+        """Runs one pass over the last tokens `ids` [D], whose rows are at `index`, and a mask for each draft
+        after them (DFlash, https://arxiv.org/abs/2602.06036 §3). → as
+        core.protocols.models.BlockModel.block."""
         model, places = cast(BlockModel, self.model), torch.arange(1, self.steps + 2, device=ids.device)
         tokens = torch.where(places == 1, ids.unsqueeze(1), mask)
         index = index.unsqueeze(1) + places

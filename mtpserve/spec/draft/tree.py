@@ -89,7 +89,7 @@ class TreeDrafter:
     def feed(
         self, batch: Batch, req_indices: Tensor, length: Tensor, frontier: Frontier, step: int
     ) -> tuple[Frontier, Hidden]:
-        """One pass of the layer over the frontier's nodes. → the same nodes with their own bits set, and the
+        """Runs the layer once over the frontier's nodes. → the same nodes with their own bits set, and the
         output."""
         width = frontier.tokens.shape[1]
         first = (step - 1) * self.topk
@@ -106,7 +106,7 @@ class TreeDrafter:
     def candidates(
         self, batch: Batch, req_indices: Tensor, length: Tensor, parents: Frontier, state: Hidden, step: int
     ) -> Pool:
-        """From the parents' outputs."""
+        """Returns the candidates that the parents' outputs propose."""
         requests, width = parents.tokens.shape
         owners, sampler = req_indices if width == 1 else req_indices.repeat_interleave(width), batch.sampler
         path, count = parents.path.flatten(0, 1), length.new_full((len(owners),), step)

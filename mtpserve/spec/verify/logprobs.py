@@ -9,9 +9,9 @@ from mtpserve.core.batch import Batch, Logprobs
 
 
 def logprobs_of(p: Tensor | None, logits: Tensor, batch: Batch, rows: Tensor, tokens: Tensor) -> Logprobs:
-    """From p, the distribution that was sampled from; from logits [R, K+1, vocabulary] if p is None, and for
-    greedy requests, whose p is a point mass. rows [R, D+1]: the nodes at which tokens [R, D+1] were
-    chosen."""
+    """Computes log-probabilities from p, the distribution that was sampled from. Uses logits [R, K+1,
+    vocabulary] if p is None, and for greedy requests, whose p is a point mass. rows [R, D+1]: the nodes at
+    which tokens [R, D+1] were chosen."""
     every = rows.unsqueeze(2).expand(-1, -1, logits.shape[2])
     logp = logits.gather(1, every).float().log_softmax(-1)
     if p is not None:
