@@ -105,7 +105,8 @@ def with_events(settings: Settings) -> Settings:
 
 
 class Worker(LLMEngine):
-    """Between `start` and `cleanup` it has engines, and a Service, as our own server has."""
+    """A worker of Dynamo. Between `start` and `cleanup` it has engines, and a Service, as our own server
+    has."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -227,7 +228,7 @@ class Worker(LLMEngine):
         self._snapshots = publisher
 
     async def _tell(self, client: Replicas) -> None:
-        """Its router: how full the engine is."""
+        """Tells its router how full the engine is."""
         while True:
             await asyncio.sleep(SNAPSHOT_S)
             if self._snapshots is not None:

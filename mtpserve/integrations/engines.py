@@ -69,12 +69,12 @@ class Engines:
         return cls(Settings(engine, config.server), client, tokenizer, meetings)
 
     def app(self) -> FastAPI:
-        """All of the server's routes."""
+        """The app with all of the server's routes."""
         return create_app(self.client, self.tokenizer, self.settings.engine, self.settings.server)
 
     async def end_process(self, what: str) -> NoReturn:
-        """Once no engine lives and none will be started again, at once: what came in meanwhile would be lost,
-        too."""
+        """Ends the process once no engine lives and none will be started again, at once: what came in
+        meanwhile would be lost, too."""
         log.error("%s ends: %s", what, await self.client.wait_dead())
         os._exit(1)
 
