@@ -101,7 +101,8 @@ class Failed(RankMessage, frozen=True):
     message: str
 
     def error(self, rank: int) -> MTPServeError:
-        """One of the configuration or the checkpoint is not the rank's: it speaks for itself."""
+        """Returns the error. One of the configuration or the checkpoint does not name the rank: it speaks for
+        itself."""
         if self.kind == "engine":
             return EngineDead(f"rank {rank} of the model failed: {self.message}")
         return {"config": ConfigError, "load": LoadError}[self.kind](self.message)

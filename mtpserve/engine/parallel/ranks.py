@@ -108,7 +108,8 @@ class RankProcesses:
         )
 
     def connect(self, room: Room, device: torch.device) -> str:
-        """After `agree`. Who computes, in words that follow others; nothing for one rank."""
+        """Connects the ranks, after `agree`. Returns who computes, in words that follow others; nothing for
+        one rank."""
         if self.size == 1:
             return ""
         if self.files.sums is not None and shares_memory(device):
@@ -138,7 +139,7 @@ class RankProcesses:
     # -- later -----------------------------------------------------------------------------------------------
 
     def tell(self, order: Order) -> None:
-        """All of them. In any thread. Raises EngineDead."""
+        """Sends an order to all of them, in any thread. Raises EngineDead."""
         self._tell(self._others, order)
 
     def _tell(self, others: Seq[Other], order: Order) -> None:
@@ -299,7 +300,7 @@ class TransfersOfEach:
 
 
 def whole(parts: Seq[Transferred]) -> Transferred:
-    """All ranks' parts of one transfer, as one."""
+    """Joins all ranks' parts of one transfer."""
     first = parts[0]
     seconds, size = max(part.seconds for part in parts), sum(part.bytes for part in parts)
     return Transferred(first.transfer, all(part.good for part in parts), seconds, size, first.reason)

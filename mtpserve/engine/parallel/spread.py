@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 
 def with_ranks(config: EngineConfig, arch: ModelArch) -> ModelArch:
-    """How the ranks of one engine divide its experts. Raises ConfigError."""
+    """Returns the architecture with its experts divided between the ranks of one engine. Raises
+    ConfigError."""
     return (
         replace(arch, moe=replace(experts_of(config, arch), by_rank=True))
         if config.parallel.by_rank
@@ -41,7 +42,8 @@ def experts_of(config: EngineConfig, arch: ModelArch) -> MoEArch:
 
 
 def spread_of(config: EngineConfig, arch: ModelArch) -> Rounds | None:
-    """None: each engine has all experts. Raises ConfigError."""
+    """Returns the rounds of engines that share experts; None: each engine has all experts. Raises
+    ConfigError."""
     parallel = config.parallel
     engines, size = parallel.data_parallel_size, parallel.data_parallel_size * parallel.ranks
     if not parallel.spreads:
@@ -69,7 +71,8 @@ def spread_of(config: EngineConfig, arch: ModelArch) -> Rounds | None:
 def meet(
     config: EngineConfig, spread: Rounds, arch: ModelArch, dtype: torch.dtype, device: torch.device
 ) -> TorchPeers:
-    """When the weights are loaded; returns when all engines are there. Raises EngineDead."""
+    """Joins the engines when the weights are loaded; returns when all engines are there. Raises
+    EngineDead."""
     assert arch.moe is not None
     place = spread.placement
     owners = f"{place.engines} engines" + (f" of {place.ranks} processes" if place.ranks > 1 else "")

@@ -1,4 +1,4 @@
-"""When engines that share their experts compute: in ticks, which all of them begin and end together.
+"""The ticks in which engines that share their experts compute; all begin and end them together.
 
     asleep ── work, or a Join with a new number ──→ gather ─┬─ somebody has work: a tick ──→ gather …
                                                             └─ nobody has ──→ asleep

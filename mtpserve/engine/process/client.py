@@ -359,15 +359,15 @@ class ProcessClient:
         del self._open[request_id]
 
     async def _watch(self, process: Process, listener: asyncio.Task[None]) -> None:
-        """Once the process has ended: hear its last words, then declare it dead."""
+        """Waits for the process's end, hears its last words, then declares it dead."""
         code = await process.wait()
         await asyncio.wait([listener], timeout=0 if self._death.done() else LAST_WORDS_S)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         self._die(f"the engine process {how}")
 
     async def _watch_pulse(self, process: Process) -> None:
-        """Once the process gives no sign of life: have it say where it is, then declare it dead. Whoever owns
-        this client ends it."""
+        """Waits until the process gives no sign of life, has it write its stacks, then declares it dead.
+        Whoever owns this client ends it."""
         await silence(self._signs, process.pid, self._timeout)
         reason = f"the engine process gave no sign of life for {self._timeout:g} s (--engine-timeout)"
         log.error("%s, and is ended", reason)

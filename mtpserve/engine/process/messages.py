@@ -34,7 +34,7 @@ class Submit(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """To each of the engines that share their experts, after one of them was given a request. Numbers rise:
+    """A message to each engine that shares its experts, after one of them was given a request. Numbers rise:
     see ticks.py."""
 
     number: int
@@ -87,8 +87,8 @@ class Spec(Message, frozen=True):
 
 
 class Silent(Message, frozen=True):
-    """Until the next message the process writes a trace, and gives no other sign of life: what writes it lets
-    no thread go on."""
+    """The process writes a trace until its next message, and gives no other sign of life: no thread goes on
+    meanwhile."""
 
 
 class Profiled(Message, frozen=True):

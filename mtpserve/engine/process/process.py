@@ -127,7 +127,7 @@ class Pipe:
         return self.decoder.decode(self.inbox.recv())
 
     def pause(self, milliseconds: int = POLL_MS) -> bool:
-        """Until a message is there, or so long. → whether one is."""
+        """Waits for a message, or so long. → whether there is one."""
         return bool(self.inbox.poll(milliseconds))
 
     def waiting(self) -> Iterator[Down]:

@@ -169,7 +169,7 @@ class Replicas:
         return True
 
     async def wait_dead(self) -> str:
-        """Until no engine lives and none will be started again."""
+        """Waits until no engine lives and none will be started again. Returns the reason."""
         return await asyncio.shield(self._death)
 
     @property
@@ -202,8 +202,8 @@ class Replicas:
         return engine
 
     def _tell(self) -> None:
-        """All engines, that one of them was sent a request. They start together, so that each has heard of
-        all since then."""
+        """Tells all engines that one of them was sent a request. They start together, so that each has heard
+        of all since then."""
         self._joins += 1
         for replica in self._replicas:
             replica.client.join(self._joins)

@@ -1,2 +1,2 @@
-"""From options to a running engine: what is loaded, how memory is divided, and how the parts are put
+"""The way from options to a running engine: what is loaded, how memory is divided, and how the parts are put
 together."""

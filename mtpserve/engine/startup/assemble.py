@@ -187,7 +187,7 @@ def sizes_of(options: EngineOptions, layers: Seq[LayerKind], features: Features)
 def make_states(
     arch: ModelArch, sizes: EngineSizes, drafts: DraftSizes, options: EngineOptions
 ) -> States | None:
-    """None: the model has no recurrent layers."""
+    """Returns the states of recurrent layers; None: the model has no recurrent layers."""
     kinds = recurrent_kinds(arch.layers)
     seats = sizes.seats + 1
     return (
@@ -267,7 +267,7 @@ def make_seats(
 
 
 def judge_of(options: EngineOptions, kernels: Mapping[str, Any]) -> Decide | None:
-    """None: plain torch."""
+    """Returns the kernel that verifies drafts; None: plain torch."""
     judge: Decide | None = kernels.get("decide")
     return (
         judge

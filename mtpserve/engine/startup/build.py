@@ -1,4 +1,5 @@
-"""From a configuration to a running engine: plans (planning.py), loads, and puts the parts together."""
+"""The way from a configuration to a running engine: plans (planning.py), loads, and puts the parts
+together."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ log = logging.getLogger(__name__)
 
 
 def make_graphs(config: EngineConfig, step: Step, sampling: SamplingState, running: int) -> StepGraphs | None:
-    """None where steps are not captured: on a CPU, and with parts that have to read on the host."""
+    """Captures the steps; None if steps are not captured: on a CPU, and with parts that have to read on the
+    host."""
     wanted, safe = (
         not config.scheduler.disable_cuda_graph,
         step.attention.graph_safe and step.drafter.graph_safe,
@@ -139,7 +141,7 @@ def below_of(config: EngineConfig, planned: Plan, file: int | None) -> TierOptio
 
 
 def warn(spec: SpecConfig, curve: Curve | None) -> None:
-    """Loudly, of output that is not the model's."""
+    """Warns of output that is not the model's."""
     if spec.lossy:
         log.warning("LOSSY: acceptance thresholds below 1; the output is not what the model alone would give")
     if curve is not None:

@@ -72,7 +72,7 @@ def backend_of(config: EngineConfig, device: torch.device) -> str:
 
 
 def why_not_cpu(config: EngineConfig, device: torch.device) -> str | None:
-    """Why the CPU's kernels are not used; None: nothing speaks against them."""
+    """Returns why the CPU's kernels are not used; None: nothing speaks against them."""
     if device.type != "cpu":
         return f"the device is {device.type}"
     if config.model.dtype == "float16":

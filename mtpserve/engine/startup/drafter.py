@@ -1,5 +1,4 @@
-"""Which drafter an engine has where the options name none. Multi-token prediction is the normal way to
-decode:
+"""The drafter of an engine if the options name none. Multi-token prediction is the normal way to decode:
 
     --speculative-draft-model-path     what the files there are (heads/kinds.py)
     the checkpoint's own MTP layer     where it has one that can be used
@@ -143,8 +142,8 @@ def require_usable(engine_plan: Plan, must_fit: bool) -> None:
 
 
 def require_weights(described: Described) -> None:
-    """All of the MTP layer's tensors are in the checkpoint, in shapes and formats that it can have. The
-    trunk's are looked at when they are loaded. Raises LoadError."""
+    """Checks that all of the MTP layer's tensors are in the checkpoint, in shapes and formats that it can
+    have. The trunk's are checked when they are loaded. Raises LoadError."""
     if described.dummy or described.layout is None:
         return
     layer = nn.Module()

@@ -55,8 +55,8 @@ def facts(config: EngineConfig, planned: Plan) -> dict[str, str]:
 
 
 def _samples(checkpoint: Checkpoint) -> Iterable[bytes]:
-    """Each tensor's name and form, and some bytes from its middle: two trainings of one model differ in
-    nearly all of them. Files that were copied are the same."""
+    """Yields each tensor's name and form, and some bytes from its middle: two trainings of one model differ
+    in nearly all of them. Copied files are the same."""
     files: dict[Path, int] = {}
     try:
         for name, entry in sorted(checkpoint.tensors.items()):

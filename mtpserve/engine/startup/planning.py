@@ -150,7 +150,7 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
 
 
 def deep_as_layers(config: EngineConfig, arch: ModelArch) -> EngineConfig:
-    """No deeper than the model has MTP layers, where each depth has one and nobody asked for a depth."""
+    """Limits the depth to the number of MTP layers, if each depth has one and the user chose no depth."""
     if (
         arch.mtp is None
         or not arch.mtp.each_depth
@@ -291,7 +291,7 @@ def empty_model(
     ranks: Ranks = ALONE,
     spread: SpreadExperts | None = None,
 ) -> DecoderModel:
-    """On no device: names, shapes and dtypes."""
+    """Builds the model on no device: names, shapes and dtypes."""
     kernels = KERNELS.get("torch")()
     with torch.device("meta"):
         model = build_model(

@@ -66,7 +66,7 @@ class Follower:
         self.compiling: list[tuple[GrammarSpec, Future[None]]] = []
 
     def follow(self, order: Order) -> list[Transferred]:
-        """Which transfers have ended."""
+        """Executes an order. Returns the transfers that have ended."""
         match order:
             case LaunchStep(plan):
                 self.wait_for([new_request.request.sampling.grammar for new_request in plan.new_requests])
@@ -96,7 +96,7 @@ class Follower:
 
 
 def compute(wire: Wire[Order], files: SharedFiles) -> None:
-    """Until rank 0 says no more."""
+    """Computes until rank 0 says no more."""
     start = wire.receive()
     if start is None:
         return

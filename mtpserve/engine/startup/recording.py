@@ -173,7 +173,8 @@ class Recording:
         self._rest = parts
 
     def events(self) -> Iterator[Event]:
-        """Once, in order. `truncated` is known afterwards. Raises LoadError for a damaged part."""
+        """Yields the events once, in order. `truncated` is known afterwards. Raises LoadError for a damaged
+        part."""
         decoder = msgspec.msgpack.Decoder(Event)
         for start, part in self._rest:
             try:
@@ -182,7 +183,7 @@ class Recording:
                 raise LoadError(f"{self.path}: is damaged at byte {start}: {one_line(error)}") from error
 
     def _parts(self) -> Iterator[tuple[int, bytes]]:
-        """Each with where it starts."""
+        """Yields each part with the place where it starts."""
         at = len(MAGIC)
         while at < len(self._data):
             start = at + 4

@@ -38,7 +38,7 @@ class Storage:
         return frozenset(kind for kind, keep in (("fp8", self.keep_blocks), ("int4", self.keep_int4)) if keep)
 
     def methods(self, kernels: Kernels) -> Methods:
-        """How the model's matrices are stored and multiplied."""
+        """Returns how the model's matrices are stored and multiplied."""
         linear_methods: dict[str, LinearMethod] = {}
 
         def method(name: str) -> LinearMethod:

@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def bind(config: EngineConfig) -> None:
-    """Before anything is allocated: memory is taken from the NUMA node of the core that touches it first. Of
-    several engines, and of the ranks of each, every one has a GPU of its own, or a part of the cores. Raises
-    ConfigError."""
+    """Binds the process to its cores before anything is allocated: memory is taken from the NUMA node of the
+    core that touches it first. Each engine, and each rank of it, has a GPU of its own, or a part of the
+    cores. Raises ConfigError."""
     cpu, here = config.cpu, allowed()
     if cpu.cores is not None:
         if here is None:
