@@ -1,4 +1,5 @@
-"""How often each expert of each layer is chosen, in a file: what `mtpserve experts` places them by."""
+"""Counts of how often each expert of each layer is chosen, in a file: `mtpserve experts` places them by
+it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class ExpertLoad:
         self.counts[layer] = self.counts[layer] + counts if layer in self.counts else counts
 
     def tick(self, idle: bool) -> None:
-        """At the end of each; `idle`: no engine had work in it."""
+        """Ends a tick; `idle`: no engine had work in it."""
         if not self.started:
             self.started, self.counts = True, {}
         elif self.counts and (idle or monotonic() - self.written > EVERY_S):

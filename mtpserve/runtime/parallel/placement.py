@@ -1,5 +1,5 @@
-"""Which process has which routed experts, where they are spread over several engines: evenly in their order,
-or as a file says.
+"""The process of each routed expert, if experts are spread over several engines: evenly in their order, or as
+a file says.
 
 The processes are EP ranks: rank r of engine e has the number e * ranks + r, the engine's own where it has one
 rank. A file (`--expert-map`) is JSON: {"3": [0, 1, 1, 0], …}, for layers by their numbers the EP rank of each

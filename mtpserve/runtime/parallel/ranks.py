@@ -1,4 +1,4 @@
-"""How the processes of one machine that compute a model together sum and gather:
+"""The sums and gathers between processes of one machine that compute a model together:
 core.protocols.parallel.Ranks.
 
 on GPUs    NCCL, also inside captured steps
@@ -53,7 +53,7 @@ def meeting_place(size: int) -> TCPStore:
 
 
 class TorchRanks:
-    """By torch.distributed: waits until all ranks are there. `store`: rank 0's; the others find it at `port`.
+    """Ranks of torch.distributed: waits until all are there. `store`: rank 0's; the others find it at `port`.
     Raises ConfigError."""
 
     def __init__(

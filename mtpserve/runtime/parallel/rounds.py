@@ -40,7 +40,8 @@ DONE = -1  # in place of a layer's number
 
 
 class Rounds:
-    """Until `join` it only says who has what, for a model that is planned."""
+    """The rounds of engines that share experts. Until `join` it only says who has what, for a model that is
+    planned."""
 
     peers: Peers
     device: torch.device
@@ -52,8 +53,8 @@ class Rounds:
         self.places: dict[int, Tensor] = {}
 
     def join(self, peers: Peers, hidden: int, top_k: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Before the first layer is computed. In all of a model's layers rows have `hidden` numbers in
-        `dtype`, and `top_k` experts."""
+        """Joins the peers before the first layer is computed. In all of a model's layers rows have `hidden`
+        numbers in `dtype`, and `top_k` experts."""
         self.peers, self.hidden, self.top_k, self.dtype, self.device = peers, hidden, top_k, dtype, device
         self.places = {layer: places.to(device) for layer, places in self.places.items()}
 
@@ -80,7 +81,7 @@ class Rounds:
         return out
 
     def finish(self) -> None:
-        """After a tick's steps, or none: returns when all have finished. Raises EngineDead."""
+        """Ends a tick's steps, or none: returns when all have finished. Raises EngineDead."""
         nothing = torch.empty(0, self.hidden, dtype=self.dtype, device=self.device)
         none = [0] * self.peers.size
         idle = True

@@ -46,7 +46,7 @@ class WantedPage:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Why each wanted page is not there; "": it is."""
+    """For each wanted page why it is not there; "": it is."""
 
     missing: list[str]
     seconds: float  # without those in which the pages were still being computed
@@ -112,7 +112,7 @@ class PageClient:
         send(connection, Done(pull.taken, pull.bytes, perf_counter() - pull.answered))
 
     def _taking(self, hello: Hello, pull: Pull) -> Callable[[Seq[Given]], None] | None:
-        """How pages are taken from the other node's memory. None: they are not."""
+        """Returns the function that takes pages from the other node's memory; None: there is none."""
         if self._nixl is not None and hello.nixl:
             return partial(pull.read, self._nixl, hello)
         memory = (

@@ -100,7 +100,7 @@ class Mapped:
         self._lock, self._known = Lock(), OrderedDict[bytes, np.ndarray]()
 
     def open(self, address: Address) -> np.ndarray | None:
-        """None: it is another machine's, or another user's."""
+        """Opens the memory; None: it is another machine's, or another user's."""
         with self._lock:
             if address.nonce not in self._known:
                 opened = _opened(address)
