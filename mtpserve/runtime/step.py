@@ -21,7 +21,7 @@ from mtpserve.core.protocols.models import Drafter, Trunk
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.inputs import BatchInputs, RowLayout, build, compact, place
 from mtpserve.runtime.publish import Columns, result_columns
-from mtpserve.spec.verify.accept import LOSSLESS, Decide, accept
+from mtpserve.spec.verify.accept import LOSSLESS, Verify, accept
 from mtpserve.spec.verify.thresholds import Thresholds
 
 
@@ -48,8 +48,8 @@ def unmarked(part: str) -> None:
 
 
 class Step:
-    """The parts that a step is made of. `states`: of the trunk's recurrent layers, where it has any. `decide`
-    is the kernel that decides where all is lossless.
+    """The parts that a step is made of. `states`: of the trunk's recurrent layers, where it has any. `verify`
+    is the kernel that verifies drafts where all is lossless.
 
     `mark` is called after each part, with its name, for measurements: runtime/graphs/parts."""
 
@@ -57,7 +57,7 @@ class Step:
         self, model: Trunk, attention: AttentionBackend, stores: Stores, drafter: Drafter,
         req_tensors: DeviceRequests, *,
         states: States | None = None, thresholds: Thresholds = LOSSLESS, processed_logprobs: bool = False,
-        decide: Decide | None = None,
+        verify: Verify | None = None,
     ) -> None:  # fmt: skip
         self.states = states
         self.model, self.attention, self.stores, self.drafter, self.req_tensors = (
@@ -67,7 +67,7 @@ class Step:
             drafter,
             req_tensors,
         )
-        self.thresholds, self.processed_logprobs, self.decide = thresholds, processed_logprobs, decide
+        self.thresholds, self.processed_logprobs, self.verify = thresholds, processed_logprobs, verify
         self.mark: Callable[[str], None] = unmarked
 
     def store_deferred_kv(self, layout: RowLayout, req_indices: Tensor, sampler: Sampler) -> None:
@@ -88,7 +88,7 @@ class Step:
         logits = self.model.logits(sample_hidden(hidden.head, batch)).unflatten(0, batch.sample_rows.shape)
         self.mark("verify")
         verify_output = accept(
-            logits, batch, self.drafter.sizes.depth, self.thresholds, self.processed_logprobs, self.decide
+            logits, batch, self.drafter.sizes.depth, self.thresholds, self.processed_logprobs, self.verify
         )
         table = req_tensors.result_table(batch, verify_output)
         self.mark("accept")

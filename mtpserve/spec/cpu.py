@@ -20,14 +20,14 @@ from mtpserve.layers.embedding import Embedding
 from mtpserve.layers.linear import Linear
 from mtpserve.spec.draft.chain import one_by_one
 from mtpserve.spec.draft.passes import DraftPasses
-from mtpserve.spec.verify.accept import Decision, kernel_inputs
+from mtpserve.spec.verify.accept import kernel_inputs
 from mtpserve.spec.verify.thresholds import Thresholds
 
 
-def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> Decision:
+def verify(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> VerifyOutput:
     assert thresholds.lossless
     tokens, accepted, path, failed = accept(*kernel_inputs(logits, batch, batch.drafts, depth))
-    return Decision(tokens, accepted, None if batch.tree is None else path, failed)
+    return VerifyOutput(tokens, accepted, None if batch.tree is None else path, failed)
 
 
 def propose(logits: Tensor, req_indices: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:

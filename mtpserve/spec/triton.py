@@ -7,12 +7,12 @@ from mtpserve_kernels.spec.argmax import argmax
 from mtpserve_kernels.spec.draw import draw
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Sampler
-from mtpserve.spec.verify.accept import Decision, kernel_inputs
+from mtpserve.core.batch import Batch, Sampler, VerifyOutput
+from mtpserve.spec.verify.accept import kernel_inputs
 from mtpserve.spec.verify.thresholds import Thresholds
 
 
-def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> Decision:
+def verify(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> VerifyOutput:
     assert thresholds.lossless
     cuts = batch.sampler.parameters
     tokens, accepted, path, failed = accept(
@@ -20,7 +20,7 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
         all_greedy=batch.sampler.all_greedy,
         any_top_k=cuts.any_top_k, any_top_p=cuts.any_top_p, any_min_p=cuts.any_min_p,
     )  # fmt: skip
-    return Decision(tokens, accepted, None if batch.tree is None else path, failed)
+    return VerifyOutput(tokens, accepted, None if batch.tree is None else path, failed)
 
 
 def propose(logits: Tensor, req_indices: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:

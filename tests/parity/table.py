@@ -95,7 +95,7 @@ def kernels() -> dict[str, str]:
         library()
     except Unavailable:
         return {}
-    return {name: KERNELS["cpu"][name] for name in ("decide", "propose")}
+    return {name: KERNELS["cpu"][name] for name in ("verify", "propose")}
 
 
 def table_engine(

@@ -61,11 +61,11 @@ def other_logits(logits: torch.Tensor, batch: Any, depth: int, thresholds: Any) 
     return DECIDE(logits, batch, depth, thresholds)
 
 
-WALK, DECIDE = accept_module.walk, accept_module.decide
+WALK, DECIDE = accept_module.walk, accept_module.verify
 
 
-DEFECTS = [("walk", keep_every_draft, "bfloat16"), ("decide", other_logits, "float32")]
-MORE_DEFECTS = [("walk", keep_every_draft, "float32"), ("decide", other_logits, "bfloat16")]
+DEFECTS = [("walk", keep_every_draft, "bfloat16"), ("verify", other_logits, "float32")]
+MORE_DEFECTS = [("walk", keep_every_draft, "float32"), ("verify", other_logits, "bfloat16")]
 
 
 @pytest.mark.parametrize(

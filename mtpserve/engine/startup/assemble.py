@@ -59,7 +59,7 @@ from mtpserve.spec.draft.history import FeatureHistory
 from mtpserve.spec.draft.passes import DraftPasses
 from mtpserve.spec.draft.propose import propose
 from mtpserve.spec.sizes import draft_sizes
-from mtpserve.spec.verify.accept import Decide, decide
+from mtpserve.spec.verify.accept import Verify, verify
 from mtpserve.spec.verify.synthetic import SyntheticAcceptance
 from mtpserve.spec.verify.thresholds import Thresholds
 
@@ -81,7 +81,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "advance": "mtpserve_kernels.seats.step",
         "hold": "mtpserve_kernels.seats.step",
         "result_table": "mtpserve_kernels.seats.step",
-        "decide": "mtpserve.spec.triton",
+        "verify": "mtpserve.spec.triton",
         "propose": "mtpserve.spec.triton",
     },
     "cpu": {
@@ -93,7 +93,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "following": "mtpserve_kernels.cpu.seats",
         "advance": "mtpserve_kernels.cpu.seats",
         "hold": "mtpserve_kernels.cpu.seats",
-        "decide": "mtpserve.spec.cpu",
+        "verify": "mtpserve.spec.cpu",
         "propose": "mtpserve.spec.cpu",
         "draft_chain": "mtpserve.spec.cpu",
     },
@@ -266,13 +266,13 @@ def make_seats(
     )  # fmt: skip
 
 
-def judge_of(options: EngineOptions, kernels: Mapping[str, Any]) -> Decide | None:
+def verify_kernel(options: EngineOptions, kernels: Mapping[str, Any]) -> Verify | None:
     """Returns the kernel that verifies drafts; None: plain torch."""
-    judge: Decide | None = kernels.get("decide")
+    kernel: Verify | None = kernels.get("verify")
     return (
-        judge
+        kernel
         if options.rates is None
-        else SyntheticAcceptance(judge or decide, options.rates, options.device)
+        else SyntheticAcceptance(kernel or verify, options.rates, options.device)
     )
 
 
@@ -334,7 +334,7 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
             spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc
         ),
         processed_logprobs=options.sampling.logprobs_mode == "processed_logprobs",
-        decide=judge_of(options, kernels),
+        verify=verify_kernel(options, kernels),
     )
     sampling = SamplingState(
         sizes.seats,

@@ -15,7 +15,7 @@ A greedy request's choice is its argmax under both rules.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,15 +30,7 @@ from mtpserve.spec.verify.thresholds import Thresholds, lenient
 LOSSLESS = Thresholds()
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    tokens: Tensor  # [R, D+1], as in the VerifyOutput
-    num_accepted_tokens: Tensor  # [R]
-    path: Tensor | None  # [R, D+1]
-    failed: Tensor  # [R]
-
-
-Decide = Callable[[Tensor, Batch, int, Thresholds], Decision]
+Verify = Callable[[Tensor, Batch, int, Thresholds], VerifyOutput]
 
 
 def accept(
@@ -47,10 +39,10 @@ def accept(
     depth: int,
     thresholds: Thresholds = LOSSLESS,
     processed_logprobs: bool = False,
-    kernel: Decide | None = None,
+    kernel: Verify | None = None,
 ) -> VerifyOutput:
     """logits [R, K+1, vocabulary] of the rows `batch.sample_rows`; no draft is deeper than `depth`. `kernel`
-    replaces `decide` unless the thresholds are lossy."""
+    replaces `verify` unless the thresholds are lossy."""
     sampler, nodes = batch.sampler, logits.shape[1]
     depth = min(depth, nodes - 1)
     raw = logits
@@ -60,21 +52,18 @@ def accept(
         logits = sampler.processed(logits.flatten(0, 1), ids, path.flatten(0, 1), count.flatten()).view_as(
             logits
         )
-    decision = (kernel if kernel is not None and thresholds.lossless else decide)(
+    output = (kernel if kernel is not None and thresholds.lossless else verify)(
         logits, batch, depth, thresholds
     )
-    logprobs = None
-    if sampler.top_logprobs is not None:
-        rows = path_rows(decision.path, decision.tokens, decision.num_accepted_tokens)
-        p = None
-        if processed_logprobs and not sampler.all_greedy:
-            p = sampler.probs(logits.flatten(0, 1), batch.req_indices.repeat_interleave(nodes)).view_as(
-                logits
-            )
-        logprobs = logprobs_of(p, logits if processed_logprobs else raw, batch, rows, decision.tokens)
-    return VerifyOutput(
-        decision.tokens, decision.num_accepted_tokens, decision.path, decision.failed, logprobs
-    )
+    if sampler.top_logprobs is None:
+        return output
+    rows = path_rows(output.path, output.tokens, output.num_accepted_tokens)
+    p = None
+    if processed_logprobs and not sampler.all_greedy:
+        ids = batch.req_indices.repeat_interleave(nodes)
+        p = sampler.probs(logits.flatten(0, 1), ids).view_as(logits)
+    logprobs = logprobs_of(p, logits if processed_logprobs else raw, batch, rows, output.tokens)
+    return replace(output, logprobs=logprobs)
 
 
 def path_rows(path: Tensor | None, tokens: Tensor, accepted: Tensor) -> Tensor:
@@ -86,8 +75,8 @@ def path_rows(path: Tensor | None, tokens: Tensor, accepted: Tensor) -> Tensor:
     )
 
 
-def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> Decision:
-    """Processed logits [R, K+1, vocabulary] → the verdict without log-probabilities."""
+def verify(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> VerifyOutput:
+    """Takes processed logits [R, K+1, vocabulary]. Returns no log-probabilities."""
     sampler, nodes = batch.sampler, logits.shape[1]
     best = logits.max(-1)
     p: Tensor | None = None
@@ -127,9 +116,9 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
     # nothing.
     broken = ~torch.isfinite(best.values if surviving is None else best.values.gather(1, surviving))
     if nodes == 1:
-        return Decision(tokens, accepted, surviving, broken.squeeze(1))
+        return VerifyOutput(tokens, accepted, surviving, broken.squeeze(1))
     along = torch.arange(broken.shape[1], device=logits.device)
-    return Decision(tokens, accepted, surviving, (broken & (along <= accepted.unsqueeze(1))).any(1))
+    return VerifyOutput(tokens, accepted, surviving, (broken & (along <= accepted.unsqueeze(1))).any(1))
 
 
 def kernel_inputs(logits: Tensor, batch: Batch, drafts: Tensor, depth: int) -> tuple[Any, ...]:

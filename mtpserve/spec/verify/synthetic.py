@@ -15,28 +15,28 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Batch
-from mtpserve.spec.verify.accept import Decide, Decision
+from mtpserve.core.batch import Batch, VerifyOutput
+from mtpserve.spec.verify.accept import Verify
 from mtpserve.spec.verify.streams import DRAW, LOT
 from mtpserve.spec.verify.thresholds import Thresholds
 
 
 class SyntheticAcceptance:
-    """spec.accept.Decide, wrapping another. `rates` [depth]: the probability of each draft if all before it
+    """spec.verify.accept.Verify, wrapping another. `rates` [depth]: the probability of each draft if all before it
     were accepted."""
 
-    def __init__(self, judge: Decide, rates: Seq[float], device: torch.device) -> None:
-        self.judge, self.rates = judge, torch.tensor(rates, dtype=torch.float64, device=device)
+    def __init__(self, verify: Verify, rates: Seq[float], device: torch.device) -> None:
+        self.verify, self.rates = verify, torch.tensor(rates, dtype=torch.float64, device=device)
 
-    def __call__(self, logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> Decision:
-        return by_lot(self.judge(logits, batch, depth, thresholds), logits, batch, self.rates)
+    def __call__(self, logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> VerifyOutput:
+        return by_lot(self.verify(logits, batch, depth, thresholds), logits, batch, self.rates)
 
 
-def by_lot(decision: Decision, logits: Tensor, batch: Batch, rates: Tensor) -> Decision:
+def by_lot(output: VerifyOutput, logits: Tensor, batch: Batch, rates: Tensor) -> VerifyOutput:
     """logits [R, K+1, vocabulary], processed; rates [D or more]."""
-    depth = decision.tokens.shape[1] - 1
+    depth = output.tokens.shape[1] - 1
     if depth == 0:
-        return decision
+        return output
     sampler, ids, length = batch.sampler, batch.req_indices, batch.req_tensors.num_tokens[batch.req_indices]
     batch_idx, place = torch.arange(len(ids), device=ids.device), torch.arange(depth, device=ids.device)
     path, exists = first_children(batch, depth)
@@ -51,16 +51,16 @@ def by_lot(decision: Decision, logits: Tensor, batch: Batch, rates: Tensor) -> D
         else sampler.choose(sampler.probs(row, ids), ids, length + accepted, DRAW)
     )
     tokens = torch.cat([drafts, next_tokens.unsqueeze(1)], 1).index_put((batch_idx, accepted), next_tokens)
-    if decision.path is not None:
+    if output.path is not None:
         path = path.gather(
             1, torch.minimum(torch.arange(depth + 1, device=ids.device), accepted.unsqueeze(1))
         )
     return replace(
-        decision,
+        output,
         tokens=tokens,
         num_accepted_tokens=accepted,
-        path=None if decision.path is None else path,
-        failed=decision.failed | ~torch.isfinite(row.amax(-1)),
+        path=None if output.path is None else path,
+        failed=output.failed | ~torch.isfinite(row.amax(-1)),
     )
 
 

@@ -16,7 +16,7 @@ from mtpserve.runtime.sampling.rules import LogitRules
 from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
 from mtpserve.spec import cpu
 from mtpserve.spec.draft.propose import propose
-from mtpserve.spec.verify.accept import decide
+from mtpserve.spec.verify.accept import verify
 from mtpserve.spec.verify.thresholds import Thresholds
 from tests.spec.test_accept import batch_of
 
@@ -34,7 +34,7 @@ def test_the_same_decision(temperature: float) -> None:
     drafts[::5, 1] = 7
     batch = batch_of(drafts, vocab, temperature, q, torch.randint(k + 1, (requests,), generator=dice))
     batch.sampler.parameters.top_p.fill_(1.0)  # as an admission writes it
-    ours, plain = cpu.decide(logits, batch, k, Thresholds()), decide(logits, batch, k, Thresholds())
+    ours, plain = cpu.verify(logits, batch, k, Thresholds()), verify(logits, batch, k, Thresholds())
     assert ours.path is None and not ours.failed.any()
     assert torch.equal(ours.num_accepted_tokens, plain.num_accepted_tokens) and set(plain.num_accepted_tokens.tolist()) == {0, 1, 2, 3}
     counts = torch.arange(k + 1) <= plain.num_accepted_tokens.unsqueeze(1)
