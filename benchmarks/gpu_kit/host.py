@@ -162,7 +162,7 @@ def load_record(device_config: DeviceConfig, model: Any, cell: Cell, alarm: Alar
     for i in range(cell.requests):
         add(max(2, tokens * (i + 1) // cell.requests))
     steps, graphs, arrivals = list[StepTimes](), clock.recorder, 0
-    graph_cache = runner_of(clock.engine)[1].recorded
+    graph_cache = runner_of(clock.engine)[1].captured
     warm_ups, number = (0, 2) if device_config.toy else (WARM_UPS, STEPS)
     while len(steps) < number:
         before = len(graph_cache)

@@ -25,7 +25,7 @@ from mtpserve.layers.kernels import KERNELS
 from mtpserve.layers.rope import Rope
 from mtpserve.models.registry import family_of
 from mtpserve.quant.unquantized import Unquantized
-from mtpserve.runtime.graphs.graphs import CapturedGraph, GraphCapturer, GraphKey, GraphOutput, StepGraphs
+from mtpserve.runtime.graphs.graphs import CapturedGraph, GraphCapturer, GraphKey, StepGraphs
 from mtpserve.runtime.graphs.prompt_rows import PROMPTS, Prompts
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling.sampling import SamplingFeatures
@@ -183,16 +183,15 @@ def key_of(engine: Engine, cell: Cell) -> GraphKey:
     return key
 
 
-def replay(engine: Engine, cell: Cell) -> tuple[CapturedGraph, GraphOutput]:
+def replay(engine: Engine, cell: Cell) -> CapturedGraph:
     """One step of the requests that `seat` has put there; captured if it was not yet. Raises RuntimeError where that fails."""
     graphs, requests, prompts = runner_of(engine)[1], cell.requests, prompts_of(cell) if cell.prompt else None
-    output = graphs.replay(
+    step_graph = graphs.replay(
         range(requests), [cell.drafts] * requests, [], cell.drafts, cell.drafts, sampling_of(engine), False, prompts=prompts
     )
-    step_graph = graphs.recorded.get(key_of(engine, cell))
-    if output is None or step_graph is None:
+    if step_graph is None:
         raise RuntimeError("the step cannot be captured")
-    return step_graph, output
+    return step_graph
 
 
 def seat(engine: Engine, cell: Cell) -> None:

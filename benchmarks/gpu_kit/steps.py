@@ -123,20 +123,20 @@ def cell_records(
     recorder.launches = LaunchRecorder(traffic_of(engine, model, cell, rows))
     restore = state_of(engine)
     clock_start = time.perf_counter()
-    step_graph, _ = replay(engine, cell)
+    step_graph = replay(engine, cell)
     synchronise(device_config.device)
     capture_s = time.perf_counter() - clock_start
     clock, times, hosts = event_us if on_gpu else host_us, list[float](), list[float]()
     for _ in range(WARM_UPS + REPLAYS if on_gpu else 1):
         restore()
         synchronise(device_config.device)
-        times.append(clock(lambda: hosts.append(host_us(step_graph.again))))
+        times.append(clock(lambda: hosts.append(host_us(step_graph.replay))))
     # Right after the replays, before the device rests. The tool takes a tenth of a second: of plain steps alone.
     speed = clocks() if on_gpu and not cell.drafts else None
 
     def restored_replay() -> None:
         restore()
-        step_graph.again()
+        step_graph.replay()
 
     replays = list[list[Event]]()
     try:

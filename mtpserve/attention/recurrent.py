@@ -119,11 +119,11 @@ class Recurrence:
         length = batch.last_token_rows - starts + 1
         replay = (begin - computed[seats]).clamp(min=0, max=self.states.ring.shape[2])
         keep_after = keep_in = None
-        if batch.checkpoints is not None:
+        if batch.checkpoint_tokens is not None and batch.checkpoint_states is not None:
             # Where a request's state is, the host only bounds.
-            rows = batch.checkpoints.num_tokens - (begin - replay)
+            rows = batch.checkpoint_tokens - (begin - replay)
             keep_after = rows.clamp(min=0) * (rows <= replay + length)
-            keep_in = batch.checkpoints.states + self.states.seats
+            keep_in = batch.checkpoint_states + self.states.seats
         spans = StateSpans(
             seats,
             batch.query_start_loc,

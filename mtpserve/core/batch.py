@@ -39,14 +39,6 @@ class Tree(NamedTuple):
     depths: Tensor  # [R, K+1] int64, the root's is 0
 
 
-class StateCheckpoints(NamedTuple):
-    """Of which spans a state is kept in addition."""
-
-    # [R] int64, after so many tokens of the request, if the step takes its state past them; 0: nowhere
-    num_tokens: Tensor
-    states: Tensor  # [R] int64, in which of the states that are kept
-
-
 class Batch(NamedTuple):
     """One step's rows on the device: T rows of R spans. The widest span has K drafts; narrower ones are
     padded where it says so.
@@ -68,16 +60,15 @@ class Batch(NamedTuple):
     sample_rows: Tensor  # [R, K+1] int64, that row and its drafts' rows; short spans repeat their last row
     # [R] int64, 1 where the span reaches the end of what is committed, and the request has not ended
     samples: Tensor
-    draft_spans: Tensor | None  # [D] int64, spans that may be drafted for; None: all
     req_tensors: RequestTensors
     sampler: Sampler
+    longest: int = 1  # the most committed rows of a span
     tree: Tree | None = None  # None: every span's drafts are a chain
     # Row t sees column c (a place in the request) where c <= index[t], and bit c - tree_start of tree_bits[t]
     # is set or c is before tree_start of its span. None: every row sees all columns before it.
     tree_bits: Tensor | None = None  # [T] int64, -1 for a row that is no node
     tree_start: Tensor | None = None  # [R] int64, index of node 0
-    # The key of column c (a place in the request) is in the slot of token c + shift. Nothing else is shifted:
-    # index, kv_len, tree.
+    # The key of column c (a place in the request) is in the slot of token c + shift. Nothing else is shifted.
     shift: int = 0
     # [N] int64, spans that start right after pages which another request computed; None: none does.
     resumed: Tensor | None = None
@@ -87,8 +78,20 @@ class Batch(NamedTuple):
     # What each request's output probably repeats [R, longest] int64, and its length [R] int64, 0 where there
     # is none. None: nowhere is one.
     predictions: tuple[Tensor, Tensor] | None = None
-    checkpoints: StateCheckpoints | None = None  # None: of none
-    longest: int = 1  # the most committed rows of a span
+    # Recurrent layers keep a state of span r after `checkpoint_tokens[r]` tokens of its request, if the step
+    # takes the state past them; 0: of none. `checkpoint_states[r]` is its place among the kept states.
+    checkpoint_tokens: Tensor | None = None  # [R] int64
+    checkpoint_states: Tensor | None = None  # [R] int64
+    # The next drafts.
+    draft_spans: Tensor | None = None  # [D] int64, spans that may be drafted for; None: all
+    draft_depth: int = 0  # no request wants deeper drafts; 0: none wants any
+    num_draft_steps: Tensor | None = None  # [D] int64, how deep each wants them; None: none wants any
+    max_draft_tokens: Tensor | None = (
+        None  # [D] int64, how many drafts the algorithm may give; None: all it has
+    )
+    defers_kv: bool = False  # a later step stores the draft model's KV of some spans' last rows
+    extends_kv: bool = True  # this step stores that of some spans' rows
+    has_trees: bool = False  # drafts of some request branch, or may be left from drafts that did
 
     @property
     def drafts(self) -> Tensor:
@@ -125,17 +128,6 @@ class Logprobs:
     ranks: Tensor  # [R, D+1] int64
     top_ids: Tensor  # [R, D+1, N] int64
     top: Tensor  # [R, D+1, N] float32
-
-
-class DraftTargets(NamedTuple):
-    """How deep to draft for each request that may be drafted for, and how many drafts it may have."""
-
-    num_steps: Tensor  # [D] int64
-    max_steps: int  # no request wants more; 0: none wants any
-    # [D] int64, how many drafts the algorithm may give each of them; None: as many as it has
-    max_draft_tokens: Tensor | None = None
-    defers_kv: bool = False  # the last rows of some spans are absorbed with a later step
-    extends_kv: bool = True  # those of some spans are not
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,10 @@ class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # the draft model absorbs the span's only row with a later step, not with this one
     defers_kv: bool = False
     num_deferred_tokens: int = 0  # the last rows before the span, which it absorbs before this step
+    # (tokens, place): recurrent layers keep their state after so many tokens of the request, for others to start
+    # from, at this place among the kept states. Nothing is kept if the step does not come to it, or earlier ones
+    # have.
+    checkpoint: tuple[int, int] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -89,15 +93,6 @@ class NewPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
     first_block: int  # column of the first one
     pages: list[int]
     group: int = 0  # of pages: see core.arch.model.page_groups
-
-
-class StateCheckpoint(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Recurrent layers keep a state of a request in addition, for others to start from."""
-
-    req_idx: int
-    # the state after so many; nothing is kept if the step does not come to it, or earlier ones have
-    num_tokens: int
-    state: int  # its place among those that are kept
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -140,7 +135,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     new_requests: list[NewRequest] = []  # each has a span in the same plan
     new_pages: list[NewPages] = []  # of seats that have a span in the same plan
     transfers: list[Transfer] = []
-    checkpoints: list[StateCheckpoint] = []  # of seats that have a span in the same plan
 
 
 class SpanResult(msgspec.Struct, frozen=True, array_like=True, gc=False):

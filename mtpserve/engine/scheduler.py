@@ -26,7 +26,7 @@ from itertools import islice
 from mtpserve.cache.groups import PageGroups
 from mtpserve.config.drafters import MTP
 from mtpserve.core.batch import Source
-from mtpserve.core.plan import NewRequest, SpanPlan, SpanResult, StateCheckpoint, StepPlan, StepResult
+from mtpserve.core.plan import NewRequest, SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.request import Finish, Proposal
 from mtpserve.core.state.request_state import RequestState
@@ -153,8 +153,7 @@ class Scheduler:
                 self.max_deferred_tokens,
                 beside_prompts=bool(prompts) and not self._apart,
             )
-        keeps = self._prefixes.keep(planned, prompts)
-        planned += prompts
+        planned = self._prefixes.with_checkpoints(planned, prompts)
         busy = self.moving or any(req.in_flight for req in self.running)
         assert planned or not self.live or busy, "a plan without spans would repeat for ever"
         for req, span in planned:
@@ -168,7 +167,7 @@ class Scheduler:
         ]
         transfers = [] if self._tiers is None else self._tiers.take_outgoing()
         return ScheduledStep(
-            StepPlan([span for _, span in planned], draft_depth, new_requests, pages, transfers, keeps),
+            StepPlan([span for _, span in planned], draft_depth, new_requests, pages, transfers),
             [req for req, _ in planned],
         )
 
@@ -378,8 +377,7 @@ class Scheduler:
         ]
         for req, span, booked in entries:
             self._check(req, span, booked)
-        checkpoints = {checkpoint.req_idx: checkpoint for checkpoint in planned.plan.checkpoints}
-        outcomes = (self._book(*entry, checkpoints.get(entry[1].req_idx)) for entry in entries)
+        outcomes = (self._commit(*entry) for entry in entries)
         return [
             outcome
             for outcome in outcomes
@@ -403,9 +401,7 @@ class Scheduler:
         if not fits and result.error is None:
             raise ValueError(f"the result of request {req.id} does not fit its span: {result}")
 
-    def _book(
-        self, req: RequestState, span: SpanPlan, result: SpanResult, kept_state: StateCheckpoint | None
-    ) -> RequestOutput:
+    def _commit(self, req: RequestState, span: SpanPlan, result: SpanResult) -> RequestOutput:
         proposal = Proposal(
             result.proposed, result.parents, [self._sources[who] for who in result.sources], result.path
         )
@@ -432,7 +428,7 @@ class Scheduler:
         req.num_scored_prompt_tokens = max(
             req.num_scored_prompt_tokens, min(span.start + span.num_tokens, req.num_prompt_tokens - 1)
         )
-        self._prefixes.commit(req, settled, kept_state)
+        self._prefixes.commit(req, settled, span)
         if finish is not None:
             self._end(req, finish)
         assert finish is not None or req.num_computed_tokens < len(req.tokens) < req.max_num_tokens

@@ -19,11 +19,24 @@ from torch.nn.functional import pad
 from mtpserve.attention.contexts import slots_of
 from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
-from mtpserve.core.batch import Batch, DraftTargets, Hidden, Sampler, StateCheckpoints, VerifyOutput
+from mtpserve.core.batch import Batch, Hidden, Sampler, VerifyOutput
 from mtpserve.core.plan import SpanPlan
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.transfer import staged
+
+# Fields of a batch that follow from where its rows are.
+PLACED = (
+    "input_ids",
+    "positions",
+    "token_indices",
+    "slot_mapping",
+    "token_req_indices",
+    "query_start_loc",
+    "seq_lens",
+    "last_token_rows",
+    "sample_rows",
+)
 
 Layout = tuple[tuple[int, int, bool], ...]  # per span: committed tokens, drafts, whether it samples
 
@@ -130,24 +143,6 @@ def mixed_layout(decoding: RowLayout, prompts: RowLayout) -> RowLayout:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class BatchInputs:
-    """A batch as the host describes it: all that a step needs in addition to the seats. `has_trees`: the
-    drafts of some request branch."""
-
-    layout: RowLayout
-    req_indices: Tensor  # [R]
-    draft_spans: Tensor | None  # [D]
-    draft_targets: DraftTargets
-    has_trees: bool
-    sampler: Sampler
-    resumed: Tensor | None = None  # [N] spans that start right after pages of another request
-    # [N] spans whose first token is in such a page: it is computed again, and not stored
-    unstored: Tensor | None = None
-    predictions: tuple[Tensor, Tensor] | None = None  # see Batch
-    checkpoints: StateCheckpoints | None = None  # see Batch
-
-
 def is_first(plan: SpanPlan, request: RunnerRequest, lag: int | None) -> bool:
     """Whether it is a request's first span, after pages that another one has computed or, with a lag of 0,
     after nothing."""
@@ -162,7 +157,7 @@ def is_first(plan: SpanPlan, request: RunnerRequest, lag: int | None) -> bool:
 def after_others(
     plans: Seq[SpanPlan], requests: Seq[RunnerRequest], lag: int | None
 ) -> tuple[list[int], list[int]]:
-    """`BatchInputs.resumed` and `BatchInputs.unstored`. With a draft model of lag 0 the first row of every
+    """`Batch.resumed` and `Batch.unstored`. With a draft model of lag 0 the first row of every
     request is missing, too."""
     resumed, unstored = list[int](), list[int]()
     for r, (plan, request) in enumerate(zip(plans, requests, strict=True)):
@@ -171,23 +166,20 @@ def after_others(
     return resumed, unstored
 
 
-def build(inputs: BatchInputs, req_tensors: DeviceRequests) -> Batch:
-    rows = inputs.layout
-    batch = place(rows, req_tensors, inputs.req_indices, inputs.sampler, inputs.draft_spans)
-    batch = batch._replace(
-        resumed=inputs.resumed, predictions=inputs.predictions, checkpoints=inputs.checkpoints
-    )
-    batch = without_stores(batch, inputs.unstored)
-    if not inputs.has_trees or rows.widest == 0:
+def build(
+    layout: RowLayout, req_tensors: DeviceRequests, req_indices: Tensor, sampler: Sampler, has_trees: bool
+) -> Batch:
+    """The rows after what is computed, of chains or trees."""
+    batch = place(layout, req_tensors, req_indices, sampler)
+    if not has_trees or layout.widest == 0:
         return batch
-    tree = req_tensors.waiting_tree(inputs.req_indices, rows.widest)
+    tree = req_tensors.waiting_tree(req_indices, layout.widest)
     # Siblings share a position, not a slot; a node sees its ancestors and what is committed.
-    root = batch.token_indices[rows.last_token_rows]
-    committed = rows.node == 0
-    positions = torch.where(
-        committed, batch.token_indices, root[rows.row_span] + tree.depths[rows.row_span, rows.node]
-    )
-    bits = tree.ancestors[rows.row_span, rows.node].masked_fill(committed, -1)
+    root = batch.token_indices[layout.last_token_rows]
+    committed = layout.node == 0
+    depths = tree.depths[layout.row_span, layout.node]
+    positions = torch.where(committed, batch.token_indices, root[layout.row_span] + depths)
+    bits = tree.ancestors[layout.row_span, layout.node].masked_fill(committed, -1)
     return batch._replace(positions=positions, tree=tree, tree_bits=bits, tree_start=root)
 
 
@@ -204,46 +196,44 @@ def without_stores(batch: Batch, spans: Tensor | None) -> Batch:
 
 
 def place(
-    rows: RowLayout,
+    layout: RowLayout,
     req_tensors: DeviceRequests,
     req_indices: Tensor,
     sampler: Sampler,
-    draft_spans: Tensor | None,
     start: Tensor | None = None,
 ) -> Batch:
-    """The rows of `rows` from `start` [R] on, or from what is computed, as if all drafts were chains."""
+    """The rows of `layout` from `start` [R] on, or from what is computed, as if all drafts were chains."""
     # The host's counts are bounds.
-    placed = req_tensors.place(
+    ids, index, slots, token_req_indices, seq_lens, num_draft_tokens, samples = req_tensors.place(
         req_indices,
-        rows.row_span,
-        rows.offset,
-        rows.query_start_loc,
-        rows.num_draft_tokens,
-        rows.samples,
+        layout.row_span,
+        layout.offset,
+        layout.query_start_loc,
+        layout.num_draft_tokens,
+        layout.samples,
         start,
     )
     return Batch(
-        input_ids=placed.input_ids,
-        positions=placed.token_indices,
-        token_indices=placed.token_indices,
-        slot_mapping=placed.slot_mapping,
-        token_req_indices=placed.token_req_indices,
+        input_ids=ids,
+        positions=index,
+        token_indices=index,
+        slot_mapping=slots,
+        token_req_indices=token_req_indices,
         req_indices=req_indices,
-        query_start_loc=rows.query_start_loc,
-        seq_lens=placed.seq_lens,
-        num_draft_tokens=placed.num_draft_tokens,
-        last_token_rows=rows.last_token_rows,
-        sample_rows=rows.sample_rows,
-        samples=placed.samples,
-        longest=rows.longest,
-        draft_spans=draft_spans,
+        query_start_loc=layout.query_start_loc,
+        seq_lens=seq_lens,
+        num_draft_tokens=num_draft_tokens,
+        last_token_rows=layout.last_token_rows,
+        sample_rows=layout.sample_rows,
+        samples=samples,
+        longest=layout.longest,
         req_tensors=req_tensors,
         sampler=sampler,
     )
 
 
 def compact(
-    rows: RowLayout,
+    layout: RowLayout,
     batch: Batch,
     hidden: Hidden,
     verify_output: VerifyOutput,
@@ -256,24 +246,27 @@ def compact(
 
         rows      x 1 2 3 4 5 6      path 0 2 5      →      x 2 5       their KV is now in the slots after x
 
-    Called after the seats were advanced, with the chains' layout. A path shorter than the deepest repeats its
+    Called after the requests were advanced, with the chains' layout. A path shorter than the deepest repeats its
     last node: garbage after what counts.
     """
     assert verify_output.path is not None
     depth = verify_output.path.shape[1] - 1
     start = batch.token_indices[batch.query_start_loc[:-1]]
-    chained = place(rows, req_tensors, batch.req_indices, batch.sampler, batch.draft_spans, start)
-    # The verdict has used up the drafts.
-    chained = chained._replace(
-        num_draft_tokens=rows.num_draft_tokens,
-        samples=batch.samples,
-        resumed=batch.resumed,
-        predictions=batch.predictions,
+    chains = place(layout, req_tensors, batch.req_indices, batch.sampler, start)
+    # Verification has used up the drafts. What the batch says of the next ones stays.
+    chained = batch._replace(
+        **{name: getattr(chains, name) for name in PLACED},
+        num_draft_tokens=layout.num_draft_tokens,
+        tree=None,
+        tree_bits=None,
+        tree_start=None,
+        checkpoint_tokens=None,
+        checkpoint_states=None,
     )
     chained = without_stores(chained, batch.unstored)
-    node = verify_output.path[rows.row_span, rows.node]
-    old = batch.last_token_rows[rows.row_span] + torch.where(
-        rows.node > 0, node, rows.offset - rows.num_tokens[rows.row_span] + 1
+    node = verify_output.path[layout.row_span, layout.node]
+    old = batch.last_token_rows[layout.row_span] + torch.where(
+        layout.node > 0, node, layout.offset - layout.num_tokens[layout.row_span] + 1
     )
     # Node j was stored j slots after the root, and so will be the path's j-th.
     deep = torch.arange(1, depth + 1, device=req_tensors.device)

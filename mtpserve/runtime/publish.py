@@ -7,74 +7,96 @@ from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
 
-from mtpserve.core.batch import Batch, Hidden, Logprobs, VerifyOutput
+from mtpserve.core.batch import Hidden, Logprobs
 from mtpserve.core.plan import NOT_FINITE, SpanPlan, SpanResult
 from mtpserve.core.protocols.models import Trunk
 from mtpserve.core.request import TokenLogprob
 from mtpserve.runtime.runner_request import RunnerRequest
-from mtpserve.runtime.transfer import upload
+from mtpserve.runtime.transfer import Download, upload
 from mtpserve.spec.verify.logprobs import ranked
 
 SCORED = 128  # rows of a prompt whose logits are there at a time
 
 
+# Its place in the plan, the plan's span, and its request.
+Span = tuple[int, SpanPlan, RunnerRequest]
+
+
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """The columns of the table of int64 that a step copies to the host, one row for each span: accepted,
-    failed, count, tokens, proposed, sources, and for trees parents and path."""
+class StepOutput:
+    """What spans that were computed together leave for the host, on its way there.
 
-    accepted: int
-    drafts: int  # verified, at most
-    trees: bool
+    The table has one row of int64 for each span: accepted, failed, number of verified drafts; tokens [D+1];
+    proposed [K], sources [K]; with trees parents [K] and path [D+1].
+    """
 
-    @property
-    def widths(self) -> list[int]:
-        return [
-            1,
-            1,
-            1,
-            self.accepted + 1,
-            self.drafts,
-            self.drafts,
-            *((self.drafts, self.accepted + 1) if self.trees else (0, 0)),
-        ]
+    spans: Seq[Span]
+    table: Download
+    max_drafts: int  # K, verified at most
+    has_trees: bool
+    num_draft_tokens: Download | Seq[int]  # the next drafts of those of its spans that are drafted for
+    logprobs: tuple[Download, ...] = ()
+    prompt_logprobs: dict[int, tuple[Download, ...]] | None = None  # by the span's number
+
+    def read(self) -> dict[int, SpanResult]:
+        """By places in the plan. Called once: the requests get their tokens."""
+        counts = self.num_draft_tokens
+        results = span_results(
+            [(span, request) for _, span, request in self.spans],
+            self.table.wait().tolist(),
+            self.max_drafts,
+            self.has_trees,
+            counts.wait().tolist() if isinstance(counts, Download) else counts,
+            logprobs_of(self.logprobs) if self.logprobs else None,
+            {r: logprobs_of(parts) for r, parts in (self.prompt_logprobs or {}).items()},
+        )
+        for (_, _, request), result in zip(self.spans, results, strict=True):
+            request.tokens += result.tokens
+        return {place: result for (place, _, _), result in zip(self.spans, results, strict=True)}
 
 
-def result_columns(batch: Batch, verify_output: VerifyOutput) -> Columns:
-    """The columns of DeviceRequests.result_table."""
-    return Columns(verify_output.tokens.shape[1] - 1, batch.sample_rows.shape[1] - 1, batch.tree is not None)
+def downloads(scores: Logprobs | None) -> tuple[Download, ...]:
+    if scores is None:
+        return ()
+    return tuple(Download(part) for part in (scores.token_logprobs, scores.ranks, scores.top_ids, scores.top))
 
 
-def results(
-    spans: Seq[SpanPlan],
-    requests: Seq[RunnerRequest],
-    columns: Columns,
-    table: Tensor,
-    waiting: Seq[int],
+def logprobs_of(parts: Seq[Download]) -> Logprobs:
+    return Logprobs(*(part.wait() for part in parts))
+
+
+def span_results(
+    spans: Seq[tuple[SpanPlan, RunnerRequest]],
+    table: Seq[list[int]],
+    max_drafts: int,
+    has_trees: bool,
+    num_draft_tokens: Seq[int],
     logprobs: Logprobs | None,
-    scored: Mapping[int, Logprobs],
+    prompt_logprobs: Mapping[int, Logprobs],
 ) -> list[SpanResult]:
-    """All tensors on the host. `waiting`: proposals of the spans that are drafted for; `scored`: the
-    prompts', by the span's number."""
-    left, ends = iter(waiting), list(accumulate(columns.widths))
-    tokens, proposed, sources, parents, path = (slice(start, end) for start, end in pairwise(ends[2:]))
-    span_results = []
-    for r, (span, request, row) in enumerate(zip(spans, requests, table.tolist(), strict=False)):
+    """`table` as in StepOutput; what pads a captured step follows. `num_draft_tokens`: of the spans that are
+    drafted for."""
+    counts = iter(num_draft_tokens)
+    width = len(table[0]) - 3
+    depth = (width - 3 * max_drafts) // 2 if has_trees else width - 2 * max_drafts  # D + 1
+    ends = list(accumulate((3, depth, max_drafts, max_drafts, max_drafts, depth)))
+    tokens, proposed, sources, parents, path = (slice(start, end) for start, end in pairwise(ends))
+    results = []
+    for r, ((span, request), row) in enumerate(zip(spans, table, strict=False)):
         (accepted, failed, size), alternatives = row[:3], request.sampling.logprobs
         if not span.samples:
             accepted = 0
-        prompt = scored.get(r)
-        span_results.append(
+        prompt = prompt_logprobs.get(r)
+        results.append(
             SpanResult(
                 row[tokens][: accepted + 1] if span.samples else [],
                 accepted,
-                next(left) if span.drafts_next else 0,
+                next(counts) if span.drafts_next else 0,
                 row[proposed][:size],
-                row[parents][:size] if columns.trees else list(range(size)),
+                row[parents][:size] if has_trees else list(range(size)),
                 row[sources][:size],
-                row[path][1 : accepted + 1] if columns.trees else list(range(1, accepted + 1)),
+                row[path][1 : accepted + 1] if has_trees else list(range(1, accepted + 1)),
                 NOT_FINITE if failed else None,
                 None
                 if alternatives is None or logprobs is None or not span.samples
@@ -84,7 +106,7 @@ def results(
                 else listed(prompt, 0, prompt.token_logprobs.shape[1], request.sampling.prompt_logprobs or 0),
             )
         )
-    return span_results
+    return results
 
 
 def listed(scores: Logprobs, row: int, count: int, top: int) -> list[TokenLogprob]:

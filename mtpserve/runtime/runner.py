@@ -14,18 +14,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import DraftTargets, Logprobs, StateCheckpoints
+from mtpserve.core.batch import Batch
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.plan import SpanPlan, SpanResult, StateCheckpoint, StepPlan, StepResult
+from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols.grammars import GrammarCompiler
 from mtpserve.core.protocols.models import Drafter
 from mtpserve.runtime.admissions import seat, start_states
 from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.graphs.prompt_rows import Prompts
-from mtpserve.runtime.inputs import BatchInputs, after_others, is_first, row_layout
+from mtpserve.runtime.inputs import RowLayout, after_others, build, is_first, row_layout, without_stores
 from mtpserve.runtime.paging import Transfers
-from mtpserve.runtime.publish import Columns, prompt_logprobs, results
+from mtpserve.runtime.publish import Span, StepOutput, downloads, prompt_logprobs
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.rules import BatchRules
 from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
@@ -35,52 +35,25 @@ from mtpserve.spec.build import DraftersByShape
 
 log = logging.getLogger(__name__)
 
-NOWHERE = StateCheckpoint(0, 0, 0)
 # Requests whose deferred rows, up to 64 of each, are absorbed at once: memory is planned for a step's rows.
 # On a CPU the first 1,549 rows took 0.1 s, for fresh memory, and later ones 8 ms. A GPU's parts are larger,
 # as each is launched kernel by kernel.
 CAUGHT_UP = {"cpu": 8, "cuda": 32}
-
-Span = tuple[int, SpanPlan, RunnerRequest]  # its place in the plan
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Spans that were computed together, and their copies for the host on the way."""
-
-    spans: Seq[Span]
-    columns: Columns
-    table: Download
-    waiting: Download | Seq[int]  # drafts of those of its spans that are drafted for
-    logprobs: tuple[Download, ...] = ()
-    scored: dict[int, tuple[Download, ...]] | None = None
-
-    def read(self) -> list[SpanResult]:
-        """Called once: the requests get their tokens."""
-        _, plans, requests = zip(*self.spans, strict=True)
-        logprobs = Logprobs(*(part.wait() for part in self.logprobs)) if self.logprobs else None
-        scored = {r: Logprobs(*(part.wait() for part in parts)) for r, parts in (self.scored or {}).items()}
-        table = self.table.wait()
-        waiting = self.waiting.wait().tolist() if isinstance(self.waiting, Download) else self.waiting
-        span_results = results(plans, requests, self.columns, table, waiting, logprobs, scored)
-        for request, result in zip(requests, span_results, strict=True):
-            request.tokens += result.tokens
-        return span_results
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """core.protocols.Launched."""
 
-    parts: Seq[Part]
+    outputs: Seq[StepOutput]
     refused: Seq[Span]
     transfers: Transfers | None = None
     ended: Moment | None = None
 
     def result(self) -> StepResult:
         by_place = {place: SpanResult([], 0, 0, error=request.error) for place, _, request in self.refused}
-        for part in self.parts:
-            by_place |= {place: result for (place, _, _), result in zip(part.spans, part.read(), strict=True)}
+        for output in self.outputs:
+            by_place |= output.read()
         ended = [] if self.transfers is None else self.transfers.ended(idle=not by_place)
         return StepResult([by_place[place] for place in range(len(by_place))], ended)
 
@@ -97,18 +70,11 @@ class Runner:
         grammars: GrammarCompiler | None = None, transfers: Transfers | None = None,
         drafters: DraftersByShape | None = None,
     ) -> None:  # fmt: skip
-        self.transfers, self.drafters = transfers, drafters
-        self.step, self.sampling, self.graphs, self.overlapped, self.grammars = (
-            step,
-            sampling,
-            graphs,
-            overlapped,
-            grammars,
-        )
+        self.transfers, self.drafters, self.grammars = transfers, drafters, grammars
+        self.step, self.sampling, self.graphs, self.overlapped = step, sampling, graphs, overlapped
         self.drafter, self.req_tensors = step.drafter, step.req_tensors
-        self.records: dict[int, RunnerRequest] = {}  # by seat
+        self.requests: dict[int, RunnerRequest] = {}  # by req_idx
         self.last: tuple[Seq[RunnerRequest], SamplingFeatures] = (), SamplingFeatures()
-        self.planned_checkpoints: dict[int, StateCheckpoint] = {}  # of the step that is launched, by seat
         self.captured: dict[Drafter, StepGraphs] = {}  # with `reshape`: of each drafter that was used
 
     def reshape(self, shape: DraftShape) -> None:
@@ -144,24 +110,21 @@ class Runner:
             assert self.transfers is not None
             self.transfers.start(plan.transfers)
         self.admit(plan)
-        self.planned_checkpoints = {checkpoint.req_idx: checkpoint for checkpoint in plan.checkpoints}
-        spans = [(place, span, self.records[span.req_idx]) for place, span in enumerate(plan.spans)]
+        spans = [(place, span, self.requests[span.req_idx]) for place, span in enumerate(plan.spans)]
         for _, _, request in spans:
             if request.grammar is not None:
                 self.follow(request)
         refused = [span for span in spans if span[2].error is not None]
         if refused:
             spans = [span for span in spans if span[2].error is None]
-        parts: list[Part] = []
         late = [span for _, span, _ in spans if span.num_deferred_tokens]
         chunk_size = CAUGHT_UP[self.req_tensors.device.type]
         for first in range(0, len(late), chunk_size):
             self.store_deferred_kv(late[first : first + chunk_size])
-        if spans:
-            parts += self.compute(spans, plan.draft_depth)
-        return LaunchedStep(parts, refused, self.transfers, moment(self.req_tensors.device))
+        outputs = self.compute(spans, plan.draft_depth) if spans else []
+        return LaunchedStep(outputs, refused, self.transfers, moment(self.req_tensors.device))
 
-    def compute(self, spans: Seq[Span], draft_depth: int) -> list[Part]:
+    def compute(self, spans: Seq[Span], draft_depth: int) -> list[StepOutput]:
         """Replayed where it can be, in one pass where the graphs have prompts and decoding together."""
         if (graphs := self.graphs) is None:
             return [self.run(spans, draft_depth)]
@@ -175,16 +138,16 @@ class Runner:
         if decoding and len({plan.defers_kv for _, plan, _ in decoding}) > 1:
             # a graph of requests that decode keeps all their rows for later, or none
             return [self.run(spans, draft_depth)]
-        parts = self.replay(decoding, draft_depth, graphs) if decoding else []
+        outputs = self.replay(decoding, draft_depth, graphs) if decoding else []
         if prompts:
-            return parts + self.replay([], draft_depth, graphs, prompts)
-        return [*parts, self.run(others, draft_depth)] if others else parts
+            return outputs + self.replay([], draft_depth, graphs, prompts)
+        return [*outputs, self.run(others, draft_depth)] if others else outputs
 
     def store_deferred_kv(self, plans: Seq[SpanPlan]) -> None:
         layout = row_layout(
             tuple((plan.num_deferred_tokens, 0, False) for plan in plans), self.req_tensors.device
         )
-        (req_indices,) = kept((tuple(plan.req_idx for plan in plans),), self.req_tensors.device)
+        (req_indices,) = cached_upload((tuple(plan.req_idx for plan in plans),), self.req_tensors.device)
         self.step.store_deferred_kv(layout, req_indices, BatchSampler(self.sampling, SamplingFeatures()))
 
     def admit(self, plan: StepPlan) -> None:
@@ -192,7 +155,7 @@ class Runner:
             return
         requests = [RunnerRequest(new_request) for new_request in plan.new_requests]
         for request in requests:
-            self.records[request.req_idx] = request
+            self.requests[request.req_idx] = request
             if (spec := request.sampling.grammar) is None:
                 continue
             try:
@@ -248,75 +211,64 @@ class Runner:
         )
         return plan.samples and plain
 
-    def run(self, spans: Seq[Span], draft_depth: int) -> Part:
+    def run(self, spans: Seq[Span], draft_depth: int) -> StepOutput:
         _, plans, requests = zip(*spans, strict=True)
-        rows = self.rows(plans, requests, draft_depth)
-        computed = self.step.forward(rows)
-        table = Download(computed.table)
-        logprobs = downloads(computed.verdict.logprobs)
-        scored = {
-            r: downloads(scores)
-            for r, scores in prompt_logprobs(plans, requests, computed.hidden, self.step.model).items()
-        }
-        drafts = self.step.propose(rows, computed)
+        layout, batch = self.batch(plans, requests, draft_depth)
+        hidden, verify_output, table = self.step.forward(batch)
+        copy = Download(table)
+        logprobs = downloads(verify_output.logprobs)
+        scored = prompt_logprobs(plans, requests, hidden, self.step.model)
+        drafts = self.step.propose(batch, layout, hidden, verify_output)
         count, trees = (None, False) if drafts is None else (drafts.num_draft_tokens, drafts.tree is not None)
         drafted = [(plan, request) for plan, request in zip(plans, requests, strict=True) if plan.drafts_next]
-        waiting = self.note(drafted, draft_depth, count, trees)
-        return Part(spans, computed.columns, table, waiting, logprobs, scored)
+        return StepOutput(
+            spans,
+            copy,
+            layout.widest,
+            batch.tree is not None,
+            self.num_draft_tokens(drafted, draft_depth, count, trees),
+            logprobs,
+            {r: downloads(scores) for r, scores in scored.items()},
+        )
 
-    def rows(self, plans: Seq[SpanPlan], requests: Seq[RunnerRequest], draft_depth: int) -> BatchInputs:
+    def batch(
+        self, plans: Seq[SpanPlan], requests: Seq[RunnerRequest], draft_depth: int
+    ) -> tuple[RowLayout, Batch]:
+        device = self.req_tensors.device
         drafting = [r for r, plan in enumerate(plans) if plan.drafts_next]
-        wanted = [requests[r].depth(draft_depth) for r in drafting]
-        max_draft_tokens = (
-            self.max_draft_tokens([plans[r] for r in drafting], draft_depth) if draft_depth else []
-        )
-        hosts = [plan.req_idx for plan in plans]
+        num_steps = [requests[r].depth(draft_depth) for r in drafting]
+        limits = self.max_draft_tokens([plans[r] for r in drafting], draft_depth) if draft_depth else []
+        req_indices = [plan.req_idx for plan in plans]
         groups = self.sampling.rules.groups(requests)
-        more = [] if groups is None else groups.lists
         resumed, unstored = after_others(plans, requests, self.drafter.lag)
-        host_lists = (
-            tuple(hosts),
-            tuple(drafting),
-            tuple(wanted),
-            tuple(max_draft_tokens),
-            tuple(resumed),
-            tuple(unstored),
+        lists = (req_indices, drafting, num_steps, limits, resumed, unstored)
+        if groups is not None and groups.lists:
+            tensors = staged([*lists, *groups.lists], device)
+        else:
+            tensors = cached_upload(tuple(map(tuple, lists)), device)
+        rules = None if groups is None else BatchRules(self.sampling.rules, requests, groups, tensors[6:])
+        layout = row_layout(
+            tuple((plan.num_tokens, plan.num_draft_tokens, plan.samples) for plan in plans),
+            device,
+            self.sizes.depth if self.sizes.branching else None,
         )
-        inputs = (
-            staged([*host_lists, *more], self.req_tensors.device)
-            if more
-            else kept(host_lists, self.req_tensors.device)
+        sampler = BatchSampler(self.sampling, self.features(requests), rules)
+        has_trees = not self.req_tensors.branching.isdisjoint(req_indices)
+        batch = build(layout, self.req_tensors, tensors[0], sampler, has_trees)._replace(
+            resumed=tensors[4] if resumed else None,
+            predictions=self.req_tensors.predicted(req_indices),
+            draft_spans=None if len(drafting) == len(plans) else tensors[1],
+            draft_depth=max(num_steps, default=0),
+            num_draft_steps=tensors[2],
+            max_draft_tokens=tensors[3] if limits else None,
+            defers_kv=any(plan.defers_kv for plan in plans),
+            extends_kv=not all(plan.defers_kv for plan in plans),
+            has_trees=has_trees,
         )
-        req_indices, draft_spans, num_steps, most_each, resumed_spans, unstored_spans, *lists = inputs
-        rules = None if groups is None else BatchRules(self.sampling.rules, requests, groups, lists)
-        layout = tuple((plan.num_tokens, plan.num_draft_tokens, plan.samples) for plan in plans)
-        return BatchInputs(
-            row_layout(layout, self.req_tensors.device, self.sizes.depth if self.sizes.branching else None),
-            req_indices,
-            None if len(drafting) == len(plans) else draft_spans,
-            DraftTargets(
-                num_steps, max(wanted, default=0), most_each if max_draft_tokens else None, *deferral(plans)
-            ),
-            not self.req_tensors.branching.isdisjoint(hosts),
-            BatchSampler(self.sampling, self.features(requests), rules),
-            resumed_spans if resumed else None,
-            unstored_spans if unstored else None,
-            self.req_tensors.predicted(hosts),
-            self.checkpoints(plans),
-        )
-
-    def checkpoints(self, plans: Seq[SpanPlan]) -> StateCheckpoints | None:
-        if self.planned_checkpoints.keys().isdisjoint(plan.req_idx for plan in plans):
-            return None
-        return StateCheckpoints(*staged(self.checkpoint_numbers(plans), self.req_tensors.device))
-
-    def checkpoint_numbers(self, plans: Seq[SpanPlan]) -> list[list[int]]:
-        """Of each span: after how many tokens a state is kept, and which one."""
-        checkpoints = [self.planned_checkpoints.get(plan.req_idx, NOWHERE) for plan in plans]
-        return [
-            [checkpoint.num_tokens for checkpoint in checkpoints],
-            [checkpoint.state for checkpoint in checkpoints],
-        ]
+        if any(plan.checkpoint for plan in plans):
+            tokens, states = staged(checkpoint_numbers(plans), device)
+            batch = batch._replace(checkpoint_tokens=tokens, checkpoint_states=states)
+        return layout, without_stores(batch, tensors[5] if unstored else None)
 
     def features(self, requests: Seq[RunnerRequest]) -> SamplingFeatures:
         """The same object as in the last step where the requests are the same, as in steady decoding."""
@@ -326,14 +278,12 @@ class Runner:
 
     def replay(
         self, decoding: Seq[Span], draft_depth: int, graphs: StepGraphs, prompts: Seq[Span] = ()
-    ) -> list[Part]:
+    ) -> list[StepOutput]:
         """All `decoding` spans are `replayable`, all `prompts` `ends_prompt`."""
         spans = [*decoding, *prompts]
         _, plans, requests = zip(*spans, strict=True)
-        hosts, wanted = [plan.req_idx for plan in plans], [request.depth(draft_depth) for request in requests]
-        trees = not self.req_tensors.branching.isdisjoint(hosts)
-        deferred, drafts = any(plan.defers_kv for plan in plans), max(plan.num_draft_tokens for plan in plans)
-        checkpoints, lengths = () if self.step.states is None else self.checkpoint_numbers(plans), None
+        req_indices = [plan.req_idx for plan in plans]
+        lengths = None
         if prompts:
             first = len(decoding)
             resumed, _ = after_others(plans[first:], requests[first:], self.drafter.lag)
@@ -342,32 +292,30 @@ class Runner:
         features = (
             self.features(requests) if decoding else SamplingFeatures.of(requests, self.drafter.coupled)
         )
-        outcome = graphs.replay(
-            hosts,
-            wanted,
+        graph = graphs.replay(
+            req_indices,
+            [request.depth(draft_depth) for request in requests],
             self.max_draft_tokens(plans, draft_depth),
-            drafts,
+            max(plan.num_draft_tokens for plan in plans),
             draft_depth,
             features,
-            trees,
-            deferred,
-            checkpoints,
+            not self.req_tensors.branching.isdisjoint(req_indices),
+            any(plan.defers_kv for plan in plans),
+            () if self.step.states is None else checkpoint_numbers(plans),
             lengths,
         )
-        if outcome is None:
+        if graph is None:
             # It is launched by itself: beside requests with grammars its drafts would become trees.
             return [self.run(spans, draft_depth)]
-        parts = []
-        for some, first in ((decoding, 0), (prompts, outcome.decoding)):
-            if some:
-                count = None if outcome.count is None else outcome.count[first:]
-                waiting = self.note(
-                    [(plan, request) for _, plan, request in some], draft_depth, count, outcome.trees
-                )
-                parts.append(
-                    Part(some, outcome.columns, Download(outcome.table[first : first + len(some)]), waiting)
-                )
-        return parts
+        outputs = []
+        for group, first in ((decoding, 0), (prompts, graph.key.requests)):
+            if group:
+                count = None if graph.num_draft_tokens is None else graph.num_draft_tokens[first:]
+                drafted = [(plan, request) for _, plan, request in group]
+                counts = self.num_draft_tokens(drafted, draft_depth, count, graph.has_draft_trees)
+                table = Download(graph.table[first : first + len(group)])
+                outputs.append(StepOutput(group, table, graph.max_drafts, graph.has_trees, counts))
+        return outputs
 
     def max_draft_tokens(self, plans: Seq[SpanPlan], draft_depth: int) -> list[int]:
         """Drafts that the algorithm may give each request after these spans, `draft_depth` deep; empty: as
@@ -382,15 +330,15 @@ class Runner:
             for plan in plans
         ]
 
-    def note(
+    def num_draft_tokens(
         self,
         drafted: Seq[tuple[SpanPlan, RunnerRequest]],
         draft_depth: int,
         count: Tensor | None,
         trees: bool,
     ) -> Download | Seq[int]:
-        """What is known on the host about the drafts that now wait. `count` [requests, and padding], None
-        where nothing was drafted."""
+        """Notes which requests' next drafts are trees, and returns how many drafts each has, or a bound.
+        `count` [requests, and padding]; None: nothing was drafted."""
         if count is None:
             return [0] * len(drafted)
         self.req_tensors.branch([request.req_idx for _, request in drafted], trees)
@@ -402,19 +350,13 @@ class Runner:
         return Download(count)
 
 
-def deferral(plans: Seq[SpanPlan]) -> tuple[bool, bool]:
-    """DraftTargets.defers_kv and DraftTargets.extends_kv."""
-    return any(plan.defers_kv for plan in plans), not all(plan.defers_kv for plan in plans)
+def checkpoint_numbers(plans: Seq[SpanPlan]) -> list[list[int]]:
+    """Of each span: after how many tokens a state is kept, and which one."""
+    checkpoints = [plan.checkpoint or (0, 0) for plan in plans]
+    return [[tokens for tokens, _ in checkpoints], [place for _, place in checkpoints]]
 
 
 @lru_cache(maxsize=64)
-def kept(lists: tuple[tuple[int, ...], ...], device: torch.device) -> list[Tensor]:
+def cached_upload(lists: tuple[tuple[int, ...], ...], device: torch.device) -> list[Tensor]:
     """`staged`, for lists that steady decoding repeats step after step. Nobody writes to these tensors."""
     return staged(lists, device)
-
-
-def downloads(scores: Logprobs | None) -> tuple[Download, ...]:
-    parts: tuple[Tensor, ...] = (
-        () if scores is None else (scores.token_logprobs, scores.ranks, scores.top_ids, scores.top)
-    )
-    return tuple(Download(part) for part in parts)

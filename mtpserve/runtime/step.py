@@ -9,7 +9,6 @@ same work whatever it finds, and can be replayed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,20 +18,9 @@ from mtpserve.core.batch import Batch, Drafts, Hidden, Sampler, VerifyOutput
 from mtpserve.core.protocols.attention import AttentionBackend
 from mtpserve.core.protocols.models import Drafter, Trunk
 from mtpserve.runtime.device_requests import DeviceRequests
-from mtpserve.runtime.inputs import BatchInputs, RowLayout, build, compact, place
-from mtpserve.runtime.publish import Columns, result_columns
+from mtpserve.runtime.inputs import RowLayout, compact, place
 from mtpserve.spec.verify.accept import LOSSLESS, Verify, accept
 from mtpserve.spec.verify.thresholds import Thresholds
-
-
-class Computed(NamedTuple):
-    """A step up to its verdicts."""
-
-    batch: Batch
-    hidden: Hidden
-    verdict: VerifyOutput
-    columns: Columns
-    table: Tensor  # what the host gets
 
 
 def sample_hidden(head: Tensor, batch: Batch) -> Tensor:
@@ -75,44 +63,37 @@ class Step:
         # What has ended is not to be written to: its pages may be others'.
         req_indices = req_indices.masked_fill(self.req_tensors.done[req_indices], self.req_tensors.padding)
         start = (self.req_tensors.num_computed_tokens[req_indices] - layout.num_tokens).clamp(min=0)
-        self.drafter.store_deferred_kv(place(layout, self.req_tensors, req_indices, sampler, None, start))
+        self.drafter.store_deferred_kv(place(layout, self.req_tensors, req_indices, sampler, start))
 
-    def forward(self, rows: BatchInputs) -> Computed:
-        """Everything that the host wants to know: its copy can start before the drafting."""
-        req_tensors = self.req_tensors
-        batch = build(rows, req_tensors)
+    def forward(self, batch: Batch) -> tuple[Hidden, VerifyOutput, Tensor]:
+        """Returns the rows' hidden states, what was accepted, and the table for the host: its copy can start
+        before the drafting."""
         self.mark("host")
-        hidden = self.model.trunk(
-            batch.input_ids, batch.positions, self.attention.plan(batch), self.drafter.features
-        )
+        contexts = self.attention.plan(batch)
+        hidden = self.model.trunk(batch.input_ids, batch.positions, contexts, self.drafter.features)
         logits = self.model.logits(sample_hidden(hidden.head, batch)).unflatten(0, batch.sample_rows.shape)
         self.mark("verify")
         verify_output = accept(
             logits, batch, self.drafter.sizes.depth, self.thresholds, self.processed_logprobs, self.verify
         )
-        table = req_tensors.result_table(batch, verify_output)
+        table = self.req_tensors.result_table(batch, verify_output)
         self.mark("accept")
-        return Computed(batch, hidden, verify_output, result_columns(batch, verify_output), table)
+        return hidden, verify_output, table
 
-    def propose(self, rows: BatchInputs, done: Computed) -> Drafts | None:
+    def propose(
+        self, batch: Batch, layout: RowLayout, hidden: Hidden, verify_output: VerifyOutput
+    ) -> Drafts | None:
+        """Commits what was accepted, and drafts for the next step."""
         self.mark("host")
-        batch, hidden, verify_output = done.batch, done.hidden, done.verdict
         batch.sampler.advance(batch, verify_output)
         self.req_tensors.advance(batch, verify_output)
         if verify_output.path is not None:
-            assert rows.layout.compacted is not None
+            assert layout.compacted is not None
             batch, hidden = compact(
-                rows.layout.compacted,
-                batch,
-                hidden,
-                verify_output,
-                self.req_tensors,
-                self.stores,
-                self.states,
+                layout.compacted, batch, hidden, verify_output, self.req_tensors, self.stores, self.states
             )
         self.mark("accept")
-        drafts = self.drafter.draft(batch, hidden, verify_output, rows.draft_targets)
+        drafts = self.drafter.draft(batch, hidden, verify_output)
         self.mark("draft")
-        req_indices = batch.drafted(batch.req_indices)
-        self.req_tensors.store_drafts(req_indices, drafts, rows.has_trees)
+        self.req_tensors.store_drafts(batch.drafted(batch.req_indices), drafts, batch.has_trees)
         return drafts

@@ -11,7 +11,7 @@ import torch
 from mtpserve.config import SpecConfig
 from mtpserve.config.drafters import DRAFTERS
 from mtpserve.core.arch.model import Features
-from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, VerifyOutput
+from mtpserve.core.batch import Batch, Drafts, Hidden, VerifyOutput
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols.models import Drafter, DraftModel, Trunk
@@ -68,9 +68,7 @@ class NullDrafter:
     coupled = False
     graph_safe = True
 
-    def draft(
-        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
-    ) -> Drafts | None:
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> Drafts | None:
         return None
 
     def store_deferred_kv(self, batch: Batch) -> None:

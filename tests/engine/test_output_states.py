@@ -14,7 +14,7 @@ def test_outputs_leave_half_of_the_states_to_prompts() -> None:
     groups = PageGroups([None], [40], PAGE, 16, states=4)
     outputs, span = OutputStates(groups), SpanPlan(0, 0, PAGE, 0, True, True, None)
     kept = [outputs.plan(request(name, PAGE), span) for name in ("a", "b", "c")]
-    assert [[state.num_tokens for state in states] for states in kept] == [[PAGE], [PAGE], []]
+    assert [span.checkpoint and span.checkpoint[0] for span in kept] == [PAGE, PAGE, None]
     assert len(outputs.pages) == 2 and groups.groups[groups.dense].allocator.free_count == 2
 
 

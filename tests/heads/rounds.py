@@ -138,8 +138,8 @@ def captured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> int:
     graphs = StepGraphs(runner.step, runner.sampling, Watched(), 4)
     trees = runner.sizes.trees
     graphs.capture_all([SamplingFeatures.of([], False)], trees)
-    for recorded in graphs.recorded.values():
+    for recorded in graphs.captured.values():
         assert recorded is not None
         with torch.inference_mode():
-            recorded.again()
-    return len(graphs.recorded)
+            recorded.replay()
+    return len(graphs.captured)

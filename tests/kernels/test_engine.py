@@ -19,7 +19,6 @@ from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.planning import load_model
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.runtime.graphs.graphs import CaptureFailed, CudaGraphCapturer, GraphOutput, usual
-from mtpserve.runtime.publish import Columns
 from tests import selection
 from tests.runtime.recorders import Again, runner_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
@@ -79,19 +78,18 @@ def test_captured_launched_and_in_plain_torch(family: str, shape: int | SpecConf
     runner = runner_of(engine)
     assert runner.graphs is not None
     runner.graphs.capture_all(usual(runner.drafter.coupled), trees=shape is TREE, prompts=64, shared=True)
-    made = len(runner.graphs.recorded)
+    made = len(runner.graphs.captured)
     assert run(engine, asked, params) == wanted
-    assert len(runner.graphs.recorded) == made and all(runner.graphs.recorded.values()), "not everything was captured at start"
+    assert len(runner.graphs.captured) == made and all(runner.graphs.captured.values()), "not everything was captured at start"
 
 
 @GPU
 def test_a_failed_capture_spoils_nothing(device: torch.device) -> None:
     numbers, recorder, stream = torch.arange(4.0, device=device), CudaGraphCapturer(), torch.cuda.current_stream()
-    columns = Columns(0, 0, False)
 
     def body(reads: bool) -> GraphOutput:
         doubled = numbers * 2
-        return GraphOutput(columns, doubled + doubled.sum().item() if reads else doubled, None, False)
+        return doubled + doubled.sum().item() if reads else doubled, None, False
 
     for _ in range(2):
         with pytest.raises(CaptureFailed):

@@ -12,7 +12,6 @@ from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.arch.model import Features, attention_kinds, page_groups, recurrent_kinds
-from mtpserve.core.batch import DraftTargets
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import NewPages, NewRequest
 from mtpserve.core.request import Request
@@ -23,7 +22,7 @@ from mtpserve.engine.startup.storage import Storage
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.device_requests import DeviceRequests
-from mtpserve.runtime.inputs import BatchInputs, build, row_layout
+from mtpserve.runtime.inputs import build, row_layout
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.rules import LogitRules
 from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
@@ -80,15 +79,7 @@ class Harness:
         ends = [self.computed[i] + rows[i] == len(self.prompts[i]) for i in running]
         layout = tuple((rows[i] - count, count, end and not count) for i, count, end in zip(running, proposed, ends, strict=True))
         sampler = BatchSampler(self.sampling, SamplingFeatures.of([self.records[i] for i in running], False))
-        given = BatchInputs(
-            row_layout(layout, self.device),
-            torch.tensor(running, device=self.device),
-            None,
-            DraftTargets(torch.zeros(len(running), device=self.device), 0),
-            False,
-            sampler,
-        )
-        batch = build(given, self.seats)
+        batch = build(row_layout(layout, self.device), self.seats, torch.tensor(running, device=self.device), sampler, False)
         hidden = self.model.trunk(batch.input_ids, batch.positions, self.attention.plan(batch), Features())
         by_span = iter(self.model.logits(hidden.head).cpu().split([rows[i] for i in running]))
         for i in running:

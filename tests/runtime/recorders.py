@@ -43,17 +43,17 @@ class Again:
         self.replayed: list[int] = []  # requests of each replay, padding counted
 
     def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
-        first = body()
+        table, counts, branch = body()
         self.recordings += 1
 
         def again() -> None:
-            self.replayed.append(len(first.table))
-            fresh = self.repeat(body)
-            first.table.copy_(fresh.table)
-            if first.count is not None and fresh.count is not None:
-                first.count.copy_(fresh.count)
+            self.replayed.append(len(table))
+            fresh_table, fresh_counts, _ = self.repeat(body)
+            table.copy_(fresh_table)
+            if counts is not None and fresh_counts is not None:
+                counts.copy_(fresh_counts)
 
-        return first, again
+        return (table, counts, branch), again
 
     def repeat(self, body: Body) -> GraphOutput:
         return body()

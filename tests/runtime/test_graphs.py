@@ -83,16 +83,16 @@ def test_a_captured_step_reads_nothing_on_the_host(spec: SpecConfig, greedy: boo
     runner, graphs = blinded(engine, monkeypatch), graphs_of(engine)
     features = SamplingFeatures.of([], runner.drafter.coupled) if greedy else sampled(runner.drafter.coupled)
     graphs.capture_all([features], spec is TREE)
-    assert [key.requests for key in graphs.recorded if not key.rows] == [16, 8, 4, 2, 1]
-    alone = [(key.rows, key.spans) for key in graphs.recorded if key.rows and not key.requests]
-    mixed = [(key.requests, key.rows, key.spans) for key in graphs.recorded if key.rows and key.requests]
+    assert [key.requests for key in graphs.captured if not key.rows] == [16, 8, 4, 2, 1]
+    alone = [(key.rows, key.spans) for key in graphs.captured if key.rows and not key.requests]
+    mixed = [(key.requests, key.rows, key.spans) for key in graphs.captured if key.rows and key.requests]
     assert alone == list(PROMPTS[::-1])
     assert mixed == ([] if spec is TREE else [(16, rows, spans) for rows, spans in MIXED_PROMPTS[::-1]])
-    for key, recorded in graphs.recorded.items():
+    for key, recorded in graphs.captured.items():
         assert (key.max_steps > 0) == (spec.steps > 0) and (key.trees == (spec is TREE) or key.rows)
         assert recorded is not None
         with torch.inference_mode():
-            recorded.again()
+            recorded.replay()
 
 
 @pytest.mark.parametrize(("spec", "temperature"), diagonal(SPECS, {"greedy": 0.0, "drawn": 0.8}))
@@ -137,7 +137,7 @@ def test_nor_does_what_options_add(spec: SpecConfig, greedy: bool, options: dict
     recorded = graphs.capture(graphs.key(2, 3, True, GREEDY if greedy else sampled(runner.drafter.coupled), spec is TREE))
     assert recorded is not None
     with torch.inference_mode():
-        recorded.again()
+        recorded.replay()
 
 
 @pytest.mark.parametrize("end", ["abort", "finish"])
@@ -184,9 +184,9 @@ def test_chains_that_are_less_deep_have_a_few_widths_of_their_own() -> None:
     # The step in which the depth changes verifies what the last one left, and drafts what the next one verifies.
     assert graphs.key(3, 3, 1, GREEDY, False) == graphs.key(3, 1, 3, GREEDY, False) == graphs.key(3, 3, 3, GREEDY, False)
     graphs.capture_all([GREEDY], False, adaptive=True, prompts=64)
-    decoding = {(key.requests, key.max_steps) for key in graphs.recorded if not key.rows}
+    decoding = {(key.requests, key.max_steps) for key in graphs.captured if not key.rows}
     assert decoding == {(size, depth) for size in tiers(16) for depth in (0, 1, 3, 7)}
-    others = {(key.requests, key.rows, key.max_steps) for key in graphs.recorded if key.rows}
+    others = {(key.requests, key.rows, key.max_steps) for key in graphs.captured if key.rows}
     # Beside a request with eight rows a prompt has 56 of 64, at most.
     kinds = {(size, rows, depth) for size, rows in ((0, 64), (0, 128), (16, 64), (16, 192)) for depth in (0, 1, 3, 7)}
     assert others == kinds - {(16, 192, 7)}
@@ -206,11 +206,11 @@ def test_all_tiers_are_captured_at_start_and_said_to_be(
     graphs = graphs_of(engine)
     with caplog.at_level(logging.INFO, "mtpserve"):
         graphs.capture_all([GREEDY, sampled(False)], False, above, prompts=48)
-    sizes = [key.requests for key in graphs.recorded if key.width == 4 and not key.rows]
+    sizes = [key.requests for key in graphs.captured if key.width == 4 and not key.rows]
     assert sizes == sorted(sizes, reverse=True) and set(sizes) == set(tiers(most))
-    plain = {key.requests for key in graphs.recorded if key.width == 1 and not key.rows}
+    plain = {key.requests for key in graphs.captured if key.width == 1 and not key.rows}
     assert plain == {size for size in tiers(most) if above and size > above}
-    assert recorder.recordings == len(graphs.recorded) == expected
+    assert recorder.recordings == len(graphs.captured) == expected
     assert caplog.messages[-1] == f"captured {expected} of {expected} steps, for up to {most} requests"
     assert len(caplog.messages) == 1 + (expected - 1) // 10
     params = [SamplingParams(max_tokens=9 + i, temperature=0.7 * (i % 2), top_k=5 * (i % 3), seed=i) for i in range(min(most, 9))]
@@ -252,7 +252,7 @@ def test_a_graph_keeps_what_the_host_reads_and_nothing_else() -> None:
     recorded = graphs.capture(graphs.key(4, 3, True, sampled(False), False))
     gc.collect()
     assert recorded is not None and drawn and all(probs() is None for probs in drawn)
-    kept = [recorded.outcome.table, recorded.outcome.count]
+    kept = [recorded.table, recorded.num_draft_tokens]
     assert sum(part.nbytes for part in kept if part is not None) < 4 * 8 * 40
 
 
@@ -264,7 +264,7 @@ class Refusing(Again):
 
     def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         made, again = super().capture(body)
-        if len(made.table) > 2:
+        if len(made[0]) > 2:
             raise CaptureFailed from RuntimeError("operation not permitted when stream is capturing\nCompile with `TORCH_USE_CUDA_DSA`")
         return made, again
 
@@ -277,7 +277,7 @@ def test_what_cannot_be_captured_is_launched(spec: SpecConfig, caplog: pytest.Lo
     engine = tiny_engine(tiny_model(kernels="torch"), spec, recorder=recorder, overlap=1)
     with caplog.at_level(logging.WARNING, "mtpserve"):
         assert run(engine, prompts(6, seed=3), params) == wanted
-    recorded = graphs_of(engine).recorded
+    recorded = graphs_of(engine).captured
     assert (
         recorder.replayed
         and set(recorder.replayed) <= {1, 2}
@@ -358,7 +358,7 @@ class FakeCuda:
 def test_a_failed_capture_leaves_stream_and_allocator_as_they_were(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(fault)
     cuda.install(monkeypatch)
-    recorder, made = CudaGraphCapturer(), GraphOutput(None, torch.zeros(1), None, False)  # type: ignore[arg-type]
+    recorder, made = CudaGraphCapturer(), (torch.zeros(1), None, False)
 
     def body() -> GraphOutput:
         assert cuda.current == "side"
@@ -391,9 +391,9 @@ def test_exact_steps_are_never_captured(exact: bool, monkeypatch: pytest.MonkeyP
     config = EngineConfig(spec=replace(CHAIN, speculative_adaptive=False, speculative_exact=exact))
     assert build.make_graphs(config, runner.step, runner.sampling, 2) is None, "captured on a CPU"
     monkeypatch.setattr(runner.step.req_tensors, "device", FakeDevice())
-    monkeypatch.setattr(StepGraphs, "capture", lambda graphs, key: graphs.recorded.update({key: None}))
+    monkeypatch.setattr(StepGraphs, "capture", lambda graphs, key: graphs.captured.update({key: None}))
     graphs = build.make_graphs(config, runner.step, runner.sampling, 2)
-    assert exact if graphs is None else len([key for key in graphs.recorded if not key.rows]) == 2 * len(usual(False))
+    assert exact if graphs is None else len([key for key in graphs.captured if not key.rows]) == 2 * len(usual(False))
 
 
 class FakeDevice:

@@ -33,7 +33,7 @@ def test_replayed_prompts_give_the_same_text(spec: SpecConfig, family: str) -> N
     wanted = [run(plain, each, params) for each in rounds]
     engine = tiny_engine(tiny_model(family), spec, budget=100, recorder=Again(), overlap=1)
     assert [run(engine, each, params) for each in rounds] == wanted
-    resumed = {key.resumed for key in graphs_of(engine).recorded if key.rows and not key.requests}
+    resumed = {key.resumed for key in graphs_of(engine).captured if key.rows and not key.requests}
     # A hybrid model starts again where a state was kept.
     assert resumed == {False, spec.steps > 0 and family != "hybrid"}, "prompts were launched"
 
@@ -64,7 +64,7 @@ def test_prompts_and_others_in_one_pass(spec: SpecConfig, family: str, monkeypat
     requests = list(zip(prompts(9, seed=8, longest=24), params, strict=True))
     plain, engine = (tiny_engine(tiny_model(family), spec, recorder=recorder, overlap=1) for recorder in (None, Again()))
     assert arrivals(engine, requests, wants, monkeypatch) == arrivals(plain, requests, wants, monkeypatch)
-    mixed = {key.max_steps > 0 for key in graphs_of(engine).recorded if key.rows and key.requests}
+    mixed = {key.max_steps > 0 for key in graphs_of(engine).captured if key.rows and key.requests}
     assert mixed == (set() if spec is TREE else {draft_depth > 0 for draft_depth in wants})
     assert engine.stats.accepted_tokens_total == plain.stats.accepted_tokens_total
 
@@ -72,12 +72,12 @@ def test_prompts_and_others_in_one_pass(spec: SpecConfig, family: str, monkeypat
 def test_what_fits_into_a_step_is_captured_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each number of requests that decode, and prompts in all the rows that these leave."""
     graphs = graphs_of(tiny_engine(tiny_model(), CHAIN, recorder=Again(), seats=40))
-    monkeypatch.setattr(graphs, "capture", lambda key: graphs.recorded.setdefault(key, None))
+    monkeypatch.setattr(graphs, "capture", lambda key: graphs.captured.setdefault(key, None))
     graphs.capture_all([GREEDY], False, prompts=150)
     for requests in range(1, 150 // 4):
         for rows in (1, (150 - 4 * requests) // 2, 150 - 4 * requests):
             key = graphs.mixed_key(requests, 3, 3, GREEDY, Prompts([max(rows, 1)], []), False)
-            assert key is None or key in graphs.recorded, (requests, rows)
+            assert key is None or key in graphs.captured, (requests, rows)
 
 
 def test_prompts_that_a_graph_does_not_hold_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,16 +88,16 @@ def test_prompts_that_a_graph_does_not_hold_are_launched(monkeypatch: pytest.Mon
 
     def replayed(lengths: list[int], params: SamplingParams = short) -> set[int]:
         """All prompts differ from their first token on."""
-        graphs.recorded.clear()
+        graphs.captured.clear()
         run(engine, [[next(number) % VOCAB] * length for length in lengths], params)
-        return {key.rows for key in graphs.recorded} - {0}
+        return {key.rows for key in graphs.captured} - {0}
 
     assert replayed([9, 11]) == {32} and replayed([30]) == {64} and replayed([3] * 4) == {64} and replayed([30, 28]) == {64}
     assert replayed([30, 29]) == set() and replayed([3] * 8) == set()
     assert replayed([9], replace(short, prompt_logprobs=1)) == set()
     chunked = tiny_engine(tiny_model(), CHAIN, budget=16, recorder=Again())
     run(chunked, [list(range(30))], short)
-    assert {key.rows for key in graphs_of(chunked).recorded} == {0, 32}, "its last chunk alone is replayed"
+    assert {key.rows for key in graphs_of(chunked).captured} == {0, 32}, "its last chunk alone is replayed"
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 9], [3] * 7, [57]])
@@ -118,7 +118,7 @@ def test_what_pads_prompts_has_rows_of_its_own(lengths: list[int]) -> None:
 
 def test_steps_that_defer_rows_beside_prompts_are_captured_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = graphs_of(tiny_engine(tiny_model(), CHAIN, recorder=Again(), seats=20))
-    monkeypatch.setattr(graphs, "capture", lambda key: graphs.recorded.setdefault(key, None))
+    monkeypatch.setattr(graphs, "capture", lambda key: graphs.captured.setdefault(key, None))
     graphs.capture_all([GREEDY], False, plain_above=0, prompts=150)
     keys = [graphs.mixed_key(requests, 0, 0, GREEDY, Prompts([1], []), True) for requests in (1, 20)]
-    assert all(key is not None and key.defers_kv and key in graphs.recorded for key in keys)
+    assert all(key is not None and key.defers_kv and key in graphs.captured for key in keys)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mtpserve.core.batch import Drafts, DraftTargets, Source
+from mtpserve.core.batch import Drafts, Source
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.spec.draft.chain import ChainDrafter
 from mtpserve.spec.draft.combined import merge
@@ -54,5 +54,6 @@ def test_a_model_s_chain_is_no_longer_than_it_made_it_where_free_drafts_may_be_d
         joined=lambda batch, hidden, verdict: hidden,
         draft_chain=lambda passes, batch, hidden, verdict, steps: (torch.ones(2, steps, dtype=torch.int64), None),
     )
-    drafts = ChainDrafter(passes, SIZES).draft(nothing, nothing, nothing, DraftTargets(torch.tensor([3, 0]), 3, None))
+    batch: Any = SimpleNamespace(draft_depth=3, num_draft_steps=torch.tensor([3, 0]), max_draft_tokens=None)
+    drafts = ChainDrafter(passes, SIZES).draft(batch, nothing, nothing)
     assert drafts is not None and drafts.tokens.shape == (2, 1) and drafts.num_draft_tokens.tolist() == [1, 0]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, VerifyOutput
+from mtpserve.core.batch import Batch, Drafts, Hidden, VerifyOutput
 from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
@@ -73,14 +73,14 @@ class Listener:
     def store_deferred_kv(self, batch: Batch) -> None:
         self.drafter.store_deferred_kv(batch)
 
-    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets) -> Drafts | None:
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> Drafts | None:
         self.logits = []
         model = self.model
         self.drafter.passes.model = SimpleNamespace(  # type: ignore[assignment]
             extend=model.extend, store_kv=model.store_kv, step=model.step, logits=self.heard, lag=model.lag, features=model.features,
             at_once=model.at_once, mask=model.mask,
         )  # fmt: skip
-        drafts = self.drafter.draft(batch, hidden, verify_output, draft_targets)
+        drafts = self.drafter.draft(batch, hidden, verify_output)
         if drafts is not None:
             seats = batch.req_indices if batch.draft_spans is None else batch.req_indices[batch.draft_spans]
             logits = torch.stack(self.logits, 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtpserve.config import SpecConfig
-from mtpserve.core.batch import DraftTargets, Tree
+from mtpserve.core.batch import Tree
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams, Speculation
 from mtpserve.layers.decoder import DecoderModel
@@ -195,7 +195,7 @@ def test_the_best_of_the_pool_form_a_tree() -> None:
         Pool(torch.randint(50, (200, 9)), second, torch.arange(3).repeat_interleave(3).expand(200, 9)),
     ]
     most = torch.randint(1, 9, (200,), generator=generator)
-    drafts = choose(pools, DraftTargets(torch.tensor([2, 1] * 100), 2, most), 6)
+    drafts = choose(pools, torch.tensor([2, 1] * 100), most, 6)
     assert drafts.tree is not None
     for r in range(200):
         count, parents = int(drafts.num_draft_tokens[r]), drafts.tree.parents[r].tolist()

@@ -58,7 +58,8 @@ def place(
     rows, requests = row_span.shape[0], req_indices.shape[0]
     out = torch.empty(4 * rows + 3 * requests, dtype=torch.int64)
     _place(addresses(seats), req_indices, query_start_loc, start, drafts, samples, requests, rows, out)
-    return PlacedRows(*out.split([rows] * 4 + [requests] * 3))
+    placed: PlacedRows = out.split([rows] * 4 + [requests] * 3)
+    return placed
 
 
 def following(seats: RequestTable, token_req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,31 +27,24 @@ class RequestTable:
     addresses: Any = None  # kept by a kernel that needs them
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedRows:
-    """The rows of a step, T for R requests."""
-
-    input_ids: Tensor  # [T]
-    token_indices: Tensor  # [T], place in the request
-    slot_mapping: Tensor  # [T], in the pages of group 0
-    token_req_indices: Tensor  # [T]
-    seq_lens: Tensor  # [R], tokens in the cache with these rows
-    num_draft_tokens: Tensor  # [R], drafts that wait and are of use: with room for n tokens, n - 1 of them and the target's own fill it
-    samples: Tensor  # [R], 0 where the request has ended
+# Of T rows of R requests: input_ids, token_indices (place in the request), slot_mapping (in the pages of group 0) and
+# token_req_indices [T]; seq_lens (tokens in the cache with these rows), num_draft_tokens and samples [R].
+PlacedRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def place(
     seats: RequestTable, req_indices: Tensor, row_span: Tensor, offset: Tensor, query_start_loc: Tensor, drafts: Tensor, samples: Tensor, *,
     start: Tensor | None = None, slots_of: SlotsOf = cache.slots,
 ) -> PlacedRows:  # fmt: skip
-    """Row t is at `offset[t]` after what is computed of request row_span[t], or after `start` [R]; request r has the rows cu_q[r] to
-    cu_q[r + 1]. `drafts` [R]: at most; `samples` [R]."""
+    """→ PlacedRows. Row t is at `offset[t]` after what is computed of request row_span[t], or after `start` [R]; request r has the rows from
+    query_start_loc[r] to query_start_loc[r + 1]. `drafts` [R]: at most; `samples` [R]."""
     length, computed, _, limit, waiting = seats.counts.index_select(1, req_indices).unbind(0)
     done, begin = seats.done[req_indices], computed if start is None else start
     one_row = len(row_span) == len(req_indices)
     token_req_indices, index = (req_indices, begin) if one_row else (req_indices[row_span], begin[row_span] + offset)
     useful = torch.minimum(waiting, limit - length - 1).clamp(min=0).masked_fill(done, 0)
-    return PlacedRows(
+    # With room for n tokens, n - 1 drafts and the target's own token fill it. 0 samples: the request has ended.
+    return (
         seats.tokens[token_req_indices, index],
         index,
         slots_of(seats.block_table, token_req_indices, index, seats.page_size),

@@ -203,7 +203,7 @@ def place(
             PAGE=seats.page_size, B=B, num_warps=1,
         )  # fmt: skip
     of_rows, of_requests = out.split([4 * row_stride(rows), 3 * row_stride(requests)])
-    return PlacedRows(*of_rows.view(4, -1)[:, :rows].unbind(), *of_requests.view(3, -1)[:, :requests].unbind())
+    return (*of_rows.view(4, -1)[:, :rows].unbind(), *of_requests.view(3, -1)[:, :requests].unbind())
 
 
 def following(seats: RequestTable, token_req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
 from mtpserve.core.arch.model import Features, LayerKind, ModelArch
-from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, VerifyOutput
+from mtpserve.core.batch import Batch, Drafts, Hidden, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.protocols.attention import Context
 
@@ -131,11 +131,9 @@ class Drafter(Protocol):
         """Of its draft model; None: it has none."""
         ...
 
-    def draft(
-        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
-    ) -> Drafts | None:
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> Drafts | None:
         """Called after the seats were advanced by the verdict and the surviving rows moved together.
-        `draft_targets` speaks of the spans in `batch.draft_spans`. None when no request wants any."""
+        The fields of `batch` say how deep. None when no request wants any."""
         ...
 
     def store_deferred_kv(self, batch: Batch) -> None:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from mtpserve.cache.groups import PageGroups
-from mtpserve.core.plan import SpanPlan, StateCheckpoint
+from mtpserve.core.plan import SpanPlan
 from mtpserve.core.state.cache_state import Held
 from mtpserve.core.state.request_state import RequestState
 
@@ -51,8 +53,8 @@ class OutputStates:
         """Those that are held here."""
         return [state.page for last_states in self._own.values() for state in last_states.states]
 
-    def plan(self, req: RequestState, span: SpanPlan) -> list[StateCheckpoint]:
-        """Of a span that decodes: what its step keeps if it comes to it."""
+    def plan(self, req: RequestState, span: SpanPlan) -> SpanPlan:
+        """A span that decodes, with the state that its step keeps if it comes to it."""
         size = self._pages.page_size
         # Between these the step's state may be: steps in flight commit more or fewer tokens.
         start = req.num_scheduled_tokens if req.in_flight else req.cache.num_state_tokens
@@ -60,7 +62,9 @@ class OutputStates:
         column = start // size
         tokens = (column + 1) * size
         state = self._place(req, column) if tokens <= end else None
-        return [] if state is None else [StateCheckpoint(span.req_idx, tokens, state.page)]
+        if state is None:
+            return span
+        return replace(span, checkpoint=(tokens, state.page))
 
     def _place(self, req: RequestState, column: int) -> OutputState | None:
         """None: there is no room, or another one has to be written first."""
@@ -77,18 +81,15 @@ class OutputStates:
             last_states.next if last_states.next is not None and last_states.next.column == column else None
         )
 
-    def book(self, req: RequestState, since: int, checkpoint: StateCheckpoint | None) -> None:
+    def commit(self, req: RequestState, since: int, span: SpanPlan) -> None:
         """A step has taken a request's state from `since` tokens to `req.cache.num_state_tokens`; it had to keep
         this one."""
         last_states = self._own.get(req.id)
         if last_states is None or last_states.next is None:
             return
         tokens = (last_states.next.column + 1) * self._pages.page_size
-        if (
-            checkpoint is not None
-            and checkpoint.state == last_states.next.page
-            and since < checkpoint.num_tokens == tokens <= req.cache.num_state_tokens
-        ):
+        passes = since < tokens <= req.cache.num_state_tokens
+        if span.checkpoint == (tokens, last_states.next.page) and passes:
             last_states.next.written = True
         if last_states.next.written and last_states.next.column < req.cache.num_hashed_blocks:
             self._free(last_states.last)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
 
+from msgspec.structs import replace
+
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key, extend
-from mtpserve.core.plan import SpanPlan, StateCheckpoint
+from mtpserve.core.plan import SpanPlan
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.request import Finish
 from mtpserve.core.state.request_state import RequestState
@@ -121,40 +123,37 @@ class Prefixes:
             return rows
         return min(rows, after[0] * size - 1 - req.num_scheduled_tokens)
 
-    def keep(
-        self,
-        decoding: Iterable[tuple[RequestState, SpanPlan]],
-        prompts: Iterable[tuple[RequestState, SpanPlan]],
-    ) -> list[StateCheckpoint]:
-        """The states that a step keeps: one of each span, if any."""
+    def with_checkpoints(
+        self, decoding: list[tuple[RequestState, SpanPlan]], prompts: list[tuple[RequestState, SpanPlan]]
+    ) -> list[tuple[RequestState, SpanPlan]]:
+        """All spans of a step, with the states that it keeps: one of each span, if any."""
         if not self._pages.has_states:
-            return []
-        checkpoints = [
-            checkpoint
+            return decoding + prompts
+        prompts = [
+            (req, self._checkpoint_prompt(req, span) if req.cache.checkpoint_blocks else span)
             for req, span in prompts
-            if req.cache.checkpoint_blocks
-            for checkpoint in self._keep_of_prompt(req, span)
         ]
-        return checkpoints + [
-            checkpoint
+        decoding = [
+            (req, span if req.cache.hash_root is None else self._outputs.plan(req, span))
             for req, span in decoding
-            if req.cache.hash_root is not None
-            for checkpoint in self._outputs.plan(req, span)
         ]
+        return decoding + prompts
 
-    def _keep_of_prompt(self, req: RequestState, span: SpanPlan) -> list[StateCheckpoint]:
+    def _checkpoint_prompt(self, req: RequestState, span: SpanPlan) -> SpanPlan:
         """The last state that a chunk comes to of those that are worth it."""
         size, end = self._pages.page_size, span.start + span.num_tokens
         passed = [column for column in req.cache.checkpoint_blocks if column * size <= end]
         if not passed:
-            return []
+            return span
         req.cache.checkpoint_blocks = req.cache.checkpoint_blocks[len(passed) :]
         place = self._pages.keep_state(req.cache.blocks, passed[-1] - 1)
-        return [] if place is None else [StateCheckpoint(span.req_idx, passed[-1] * size, place)]
+        if place is None:
+            return span
+        return replace(span, checkpoint=(passed[-1] * size, place))
 
-    def commit(self, req: RequestState, settled: int, checkpoint: StateCheckpoint | None) -> None:
+    def commit(self, req: RequestState, settled: int, span: SpanPlan) -> None:
         """Tokens of a request were computed: others may find its whole pages. Its state has gone on to
-        `settled` tokens; `checkpoint` is what the plan named."""
+        `settled` tokens."""
         since, req.cache.num_state_tokens = req.cache.num_state_tokens, settled
         # Tokens after a stop are computed and dropped.
         size = self._pages.page_size
@@ -179,7 +178,7 @@ class Prefixes:
                 )
             req.cache.num_verified_blocks = req.cache.num_hashed_blocks
         if self._pages.has_states:
-            self._outputs.book(req, since, checkpoint)
+            self._outputs.commit(req, since, span)
 
     def leave(self, req: RequestState, trusted: bool = True) -> None:
         """A request gives its pages back. Not `trusted`: its numbers may have been wrong long before they

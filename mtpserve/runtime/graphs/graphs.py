@@ -29,10 +29,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import DraftTargets, StateCheckpoints
+from mtpserve.core.batch import Batch
 from mtpserve.runtime.graphs.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts, padded_prompts
-from mtpserve.runtime.inputs import BatchInputs, RowLayout, mixed_layout, prompt_layout, row_layout
-from mtpserve.runtime.publish import Columns
+from mtpserve.runtime.inputs import RowLayout, build, mixed_layout, prompt_layout, row_layout
 from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
 from mtpserve.runtime.step import Step
 from mtpserve.runtime.transfer import write
@@ -46,18 +45,9 @@ WARM_UPS = 2  # compile kernels and fill caches, neither of which may happen in 
 LOG_EVERY = 10  # captures at start
 
 
-@dataclass(frozen=True, slots=True)
-class GraphOutput:
-    """What a step leaves for the host, and all that a graph keeps of it: the memory of everything else is the
-    next graph's too."""
-
-    columns: Columns
-    table: Tensor
-    count: Tensor | None  # [requests], the drafts that now wait; None: nothing was drafted
-    trees: bool  # they branch
-    decoding: int = 0  # requests before those of the prompts, padding counted
-
-
+# All that a graph keeps of a step: the table for the host, the number of each request's next drafts (None: nothing
+# was drafted), and whether these branch. The memory of everything else is the next graph's, too.
+GraphOutput = tuple[Tensor, Tensor | None, bool]
 Body = Callable[[], GraphOutput]
 
 
@@ -123,11 +113,8 @@ class GraphKey:
     max_steps: int  # 0: nothing is drafted
     trees: bool
     features: SamplingFeatures
-    defers_kv: bool = (
-        # where nothing is drafted: the rows are absorbed with a later step; beside prompts some are, others
-        # with this one
-        False
-    )
+    # Where nothing is drafted: a later step stores the rows' draft KV. Beside prompts it does so for some rows.
+    defers_kv: bool = False
     rows: int = 0  # of all prompts together
     spans: int = 0  # of these
     resumed: bool = False  # some of these start right after pages of another request
@@ -140,13 +127,18 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    # [3 to 5, requests + spans]: seats, wanted depths, most drafts, and StateCheckpoints' numbers where
+    key: GraphKey
+    # [3 to 5, requests + spans]: req_idx, draft depth, max_draft_tokens, and the numbers of checkpoints where
     # layers keep states
     request_numbers: Tensor
     prompt_numbers: Tensor | None  # [3, spans], see `padded_prompts`
-    layout: RowLayout | None  # of those that decode; its tensors are read by every replay
-    outcome: GraphOutput
-    again: Callable[[], object]
+    layout: RowLayout | None  # of those that decode; every replay reads its tensors
+    max_drafts: int  # verified in one span
+    has_trees: bool  # verified drafts may branch
+    table: Tensor  # [requests + spans, …], see StepOutput
+    num_draft_tokens: Tensor | None  # [requests + spans], the next drafts; None: nothing is drafted
+    has_draft_trees: bool  # these branch
+    replay: Callable[[], object]
 
 
 def tiers(max_batch_size: int) -> list[int]:
@@ -179,29 +171,25 @@ class StepGraphs:
     two, which is not worth a capture."""
 
     def __init__(
-        self, step: Step, sampling: SamplingState, recorder: GraphCapturer, max_batch_size: int
+        self, step: Step, sampling: SamplingState, capturer: GraphCapturer, max_batch_size: int
     ) -> None:
-        self.step, self.sampling, self.recorder, self.max_batch_size = (
-            step,
-            sampling,
-            recorder,
-            max_batch_size,
-        )
+        self.step, self.sampling = step, sampling
+        self.capturer, self.max_batch_size = capturer, max_batch_size
         self.drafts = step.drafter.sizes.max_draft_tokens(step.drafter.sizes.depth, plain=True)
         self.depths = sorted({depth for depth in DEPTHS if depth < self.drafts} | {self.drafts})
-        self.recorded: dict[GraphKey, CapturedGraph | None] = {}  # None: cannot be captured
+        self.captured: dict[GraphKey, CapturedGraph | None] = {}  # None: cannot be captured
 
     def recapture(self) -> StepGraphs:
         """For what the step drafts with now, in the same memory."""
-        return StepGraphs(self.step, self.sampling, self.recorder, self.max_batch_size)
+        return StepGraphs(self.step, self.sampling, self.capturer, self.max_batch_size)
 
     def replay(
         self, seats: Seq[int], wanted: Seq[int], max_draft_tokens: Seq[int], drafts: int, draft_depth: int,
         features: SamplingFeatures,
         trees: bool, deferred: bool = False, checkpoints: Seq[Seq[int]] = (), prompts: Prompts | None = None,
-    ) -> GraphOutput | None:  # fmt: skip
+    ) -> CapturedGraph | None:  # fmt: skip
         """`drafts` of the widest span; `draft_depth`: how deep the step drafts; `deferred`: as in GraphKey;
-        `checkpoints`: numbers of StateCheckpoints, where layers keep states; `prompts`: the last ones of the
+        `checkpoints`: numbers of checkpoints, where layers keep states; `prompts`: the last ones of the
         requests. What it gives is overwritten by the next replay, on the device and in its order. None: such
         a step cannot be captured, or its prompts are too long, and nothing was done."""
         decoding, deepest = (
@@ -214,8 +202,8 @@ class StepGraphs:
             key = self.mixed_key(decoding, drafts, deepest, features, prompts, deferred)
         else:
             key = self.prompt_key(prompts, deepest, features)
-        recorded = None if key is None else self.recorded[key] if key in self.recorded else self.capture(key)
-        if key is None or recorded is None:
+        graph = None if key is None else self.captured[key] if key in self.captured else self.capture(key)
+        if key is None or graph is None:
             return None
         # A chain's number of drafts is its depth, and those who are limited otherwise are not captured.
         max_draft_tokens = max_draft_tokens or [self.drafts] * len(seats)
@@ -226,11 +214,11 @@ class StepGraphs:
             (max_draft_tokens, 0),
             *((column, 0) for column in checkpoints),
         )
-        write(recorded.request_numbers, [padded(numbers, decoding, filler, key) for numbers, filler in lists])
-        if prompts is not None and recorded.prompt_numbers is not None:
-            write(recorded.prompt_numbers, padded_prompts(prompts, key.rows, key.spans, key.requests))
-        recorded.again()
-        return recorded.outcome
+        write(graph.request_numbers, [padded(numbers, decoding, filler, key) for numbers, filler in lists])
+        if prompts is not None and graph.prompt_numbers is not None:
+            write(graph.prompt_numbers, padded_prompts(prompts, key.rows, key.spans, key.requests))
+        graph.replay()
+        return graph
 
     @property
     def has_mixed_steps(self) -> bool:
@@ -399,26 +387,23 @@ class StepGraphs:
         layout = self.layout(key) if key.requests else None
 
         def body() -> GraphOutput:
-            rows = self.rows(key, request_numbers, prompt_numbers, layout)
-            computed = step.forward(rows)
-            drafts = step.propose(rows, computed)
+            rows, batch = self.batch(key, request_numbers, prompt_numbers, layout)
+            hidden, verify_output, table = step.forward(batch)
+            drafts = step.propose(batch, rows, hidden, verify_output)
             if drafts is None:
-                return GraphOutput(computed.columns, computed.table, None, False, key.requests)
-            return GraphOutput(
-                computed.columns,
-                computed.table,
-                drafts.num_draft_tokens,
-                drafts.tree is not None,
-                key.requests,
-            )
+                return table, None, False
+            return table, drafts.num_draft_tokens, drafts.tree is not None
 
         try:
-            self.recorded[key] = CapturedGraph(
-                request_numbers, prompt_numbers, layout, *self.recorder.capture(body)
-            )
+            (table, count, branches), replay = self.capturer.capture(body)
+            max_drafts = max(key.width - 1, 0)
+            self.captured[key] = CapturedGraph(
+                key, request_numbers, prompt_numbers, layout, max_drafts, key.trees and max_drafts > 0,
+                table, count, branches, replay,
+            )  # fmt: skip
             log.debug("captured a step: %s", key)
         except CaptureFailed as failure:
-            self.recorded[key] = None
+            self.captured[key] = None
             why = failure.__cause__ or failure
             first = str(why).partition("\n")[0]
             log.warning(
@@ -427,7 +412,7 @@ class StepGraphs:
                 type(why).__name__,
                 first,
             )
-        return self.recorded[key]
+        return self.captured[key]
 
     def layout(self, key: GraphKey) -> RowLayout:
         """Of requests that have equally many rows. Not from the cache, which forgets."""
@@ -437,37 +422,31 @@ class StepGraphs:
             spans, self.step.req_tensors.device, sizes.depth if sizes.branching else None
         )
 
-    def rows(
+    def batch(
         self, key: GraphKey, request_numbers: Tensor, prompt_numbers: Tensor | None, layout: RowLayout | None
-    ) -> BatchInputs:
-        """`request_numbers`, `prompt_numbers`, `layout`: see Recorded."""
-        parts, resumed = list(request_numbers.unbind(0)), None
-        req_indices, num_steps, max_draft_tokens = parts[:3]
-        keep = None if self.step.states is None else StateCheckpoints(*parts[3:5])
+    ) -> tuple[RowLayout, Batch]:
+        """`request_numbers`, `prompt_numbers`, `layout`: see CapturedGraph."""
+        step, resumed = self.step, None
+        req_indices, num_steps, max_draft_tokens, *checkpoints = request_numbers.unbind(0)
         if prompt_numbers is not None:
             lengths, real, after_others = prompt_numbers.unbind(0)
             prompts = prompt_layout(lengths, real, key.rows)
-            layout, resumed = (
-                prompts if layout is None else mixed_layout(layout, prompts),
-                after_others if key.resumed else None,
-            )
+            layout = prompts if layout is None else mixed_layout(layout, prompts)
+            resumed = after_others if key.resumed else None
         assert layout is not None
-        return BatchInputs(
-            layout,
-            req_indices,
-            None,
-            DraftTargets(
-                num_steps,
-                key.max_steps,
-                max_draft_tokens if self.step.drafter.sizes.trees else None,
-                key.defers_kv,
-                not key.defers_kv or key.rows > 0,
-            ),
-            key.trees,
-            BatchSampler(self.sampling, key.features),
-            resumed,
-            checkpoints=keep,
+        sampler = BatchSampler(self.sampling, key.features)
+        batch = build(layout, step.req_tensors, req_indices, sampler, key.trees)._replace(
+            resumed=resumed,
+            draft_depth=key.max_steps,
+            num_draft_steps=num_steps,
+            max_draft_tokens=max_draft_tokens if step.drafter.sizes.trees else None,
+            defers_kv=key.defers_kv,
+            extends_kv=not key.defers_kv or key.rows > 0,
+            has_trees=key.trees,
         )
+        if checkpoints:
+            batch = batch._replace(checkpoint_tokens=checkpoints[0], checkpoint_states=checkpoints[1])
+        return layout, batch
 
 
 def padded(numbers: Seq[int], decoding: int, filler: int, key: GraphKey) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, VerifyOutput
+from mtpserve.core.batch import Batch, Drafts, Hidden, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.spec.draft.passes import DraftPasses
 
@@ -26,23 +26,22 @@ class ChainDrafter:
         self.passes, self.sizes, self.coupled = passes, sizes, coupled
         self.features, self.lag = passes.model.features, passes.model.lag
 
-    def draft(
-        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
-    ) -> Drafts | None:
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> Drafts | None:
         hidden = self.passes.joined(batch, hidden, verify_output)
-        steps = min(draft_targets.max_steps, self.sizes.steps)
+        steps = min(batch.draft_depth, self.sizes.steps)
         if steps == 0:
-            self.passes.skip(batch, hidden, verify_output, draft_targets)
+            self.passes.skip(batch, hidden, verify_output)
             return None
+        assert batch.num_draft_steps is not None
         tokens, probs = (self.passes.draft_chain or one_by_one)(
             self.passes, batch, hidden, verify_output, steps
         )
         count = (
-            draft_targets.num_steps
-            if draft_targets.max_draft_tokens is None
-            else torch.minimum(draft_targets.num_steps, draft_targets.max_draft_tokens)
+            batch.num_draft_steps
+            if batch.max_draft_tokens is None
+            else torch.minimum(batch.num_draft_steps, batch.max_draft_tokens)
         )
-        return Drafts(tokens, count if draft_targets.max_steps <= steps else count.clamp(max=steps), probs)
+        return Drafts(tokens, count if batch.draft_depth <= steps else count.clamp(max=steps), probs)
 
     def store_deferred_kv(self, batch: Batch) -> None:
         self.passes.store_deferred_kv(batch)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, Source, VerifyOutput
+from mtpserve.core.batch import Batch, Drafts, Hidden, Source, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.protocols.models import Drafter
 from mtpserve.spec.draft.ngram import continued, predicted
@@ -33,19 +33,18 @@ class CombinedDrafter:
         self.features, self.lag = base.features, base.lag
         self.graph_safe = base.graph_safe and not self.sizes.always_free
 
-    def draft(
-        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
-    ) -> Drafts | None:
-        drafts = self.base.draft(batch, hidden, verify_output, draft_targets)
-        if draft_targets.max_steps == 0 or self.sizes.free == 0:
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> Drafts | None:
+        drafts = self.base.draft(batch, hidden, verify_output)
+        if batch.draft_depth == 0 or self.sizes.free == 0:
             return drafts
+        assert batch.num_draft_steps is not None
         req_indices = batch.drafted(batch.req_indices)
         chains = self.chains(batch, req_indices)
         if not chains:
             return drafts
         # A request that limits the depth to less than the base's limits its free drafts too.
         allowed = torch.where(
-            draft_targets.num_steps >= self.sizes.steps, self.sizes.free, draft_targets.num_steps
+            batch.num_draft_steps >= self.sizes.steps, self.sizes.free, batch.num_draft_steps
         )
         limited = [(tokens, torch.minimum(count, allowed), source) for tokens, count, source in chains]
         return merge(drafts, len(req_indices), limited, self.sizes)

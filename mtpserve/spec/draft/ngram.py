@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.arch.model import Features
-from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, Source, VerifyOutput
+from mtpserve.core.batch import Batch, Drafts, Hidden, Source, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 
 LONGEST = 4  # tokens of the longest n-gram; shorter ones are used if it does not occur
@@ -26,24 +26,19 @@ class NGramDrafter:
     def __init__(self, sizes: DraftSizes) -> None:
         self.sizes = sizes
 
-    def draft(
-        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
-    ) -> Drafts | None:
-        if draft_targets.max_steps == 0:
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> Drafts | None:
+        if batch.draft_depth == 0:
             return None
+        assert batch.num_draft_steps is not None
         req_indices = batch.drafted(batch.req_indices)
         tokens, count = continued(
             batch.req_tensors.tokens,
             req_indices,
             batch.req_tensors.num_tokens[req_indices],
-            min(draft_targets.max_steps, self.sizes.steps),
+            min(batch.draft_depth, self.sizes.steps),
         )
-        count = torch.minimum(count, draft_targets.num_steps)
-        count = (
-            count
-            if draft_targets.max_draft_tokens is None
-            else torch.minimum(count, draft_targets.max_draft_tokens)
-        )
+        count = torch.minimum(count, batch.num_draft_steps)
+        count = count if batch.max_draft_tokens is None else torch.minimum(count, batch.max_draft_tokens)
         return Drafts(tokens, count, sources=torch.full_like(tokens, Source.NGRAM))
 
     def store_deferred_kv(self, batch: Batch) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.cache.deferred import DeferredRows
-from mtpserve.core.batch import Batch, DraftTargets, Hidden, VerifyOutput
+from mtpserve.core.batch import Batch, Hidden, VerifyOutput
 from mtpserve.core.protocols.attention import AttentionBackend, Context
 from mtpserve.core.protocols.models import BlockModel, ChainedModules, DraftModel
 from mtpserve.spec.draft.history import FeatureHistory
@@ -196,19 +196,17 @@ class DraftPasses:
         ]
         return model.block(tokens, index, seen)
 
-    def skip(
-        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
-    ) -> None:
+    def skip(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> None:
         """Replaces `extend` in a step that drafts nothing."""
         if self.chain is not None:
             self.extend(batch, hidden, verify_output)  # every row needs nearly all of it
             return
-        if draft_targets.defers_kv and self.deferred is not None and hidden.features is not None:
+        if batch.defers_kv and self.deferred is not None and hidden.features is not None:
             index, rows = batch.token_indices, hidden.features
             if index.shape[0] > batch.req_indices.shape[0]:
                 index, rows = index[batch.last_token_rows], rows[batch.last_token_rows]
             self.deferred.keep(batch.req_indices, index, rows)
-        if draft_targets.extends_kv:
+        if batch.extends_kv:
             self.store_kv(batch, hidden.features)
 
     def store_deferred_kv(self, batch: Batch) -> None:

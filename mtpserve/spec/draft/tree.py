@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mtpserve.core.batch import Batch, Drafts, DraftTargets, Hidden, Tree, VerifyOutput
+from mtpserve.core.batch import Batch, Drafts, Hidden, Tree, VerifyOutput
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.spec.draft.passes import DraftPasses, numbers
 from mtpserve.spec.draft.propose import valid
@@ -58,14 +58,13 @@ class TreeDrafter:
         self.passes, self.sizes, self.topk = passes, sizes, topk
         self.features, self.lag = passes.model.features, passes.model.lag
 
-    def draft(
-        self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput, draft_targets: DraftTargets
-    ) -> Drafts | None:
+    def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> Drafts | None:
         hidden = self.passes.joined(batch, hidden, verify_output)
-        steps = min(draft_targets.max_steps, self.sizes.steps)
+        steps = min(batch.draft_depth, self.sizes.steps)
         if steps == 0:
-            self.passes.skip(batch, hidden, verify_output, draft_targets)
+            self.passes.skip(batch, hidden, verify_output)
             return None
+        assert batch.num_draft_steps is not None
         state, req_indices = self.passes.extend(batch, hidden, verify_output)
         length = batch.req_tensors.num_tokens[req_indices]
         root = Frontier(
@@ -81,7 +80,7 @@ class TreeDrafter:
             frontier = self.expand(pools, frontier, state)
             frontier, state = self.feed(batch, req_indices, length, frontier, step)
             pools.append(self.candidates(batch, req_indices, length, frontier, state, step))
-        return choose(pools, draft_targets, self.sizes.num_proposed)
+        return choose(pools, batch.num_draft_steps, batch.max_draft_tokens, self.sizes.num_proposed)
 
     def store_deferred_kv(self, batch: Batch) -> None:
         self.passes.store_deferred_kv(batch)
@@ -154,24 +153,20 @@ class Pool:
     parents: Tensor  # [D, n] places in the pool of all depths, -1 for the root
 
 
-def choose(pools: list[Pool], draft_targets: DraftTargets, nodes: int) -> Drafts:
-    """The best `nodes` candidates of all depths, fewer and not as deep where `draft_targets` says so, as a
-    tree. The best is node 1."""
+def choose(pools: list[Pool], num_steps: Tensor, max_draft_tokens: Tensor | None, nodes: int) -> Drafts:
+    """The best `nodes` candidates of all depths, as a tree. The best is node 1. `num_steps` [D] limits the depth,
+    `max_draft_tokens` [D] the number."""
     tokens, scores, parents = (
         torch.cat([getattr(pool, part) for pool in pools], 1) for part in ("tokens", "scores", "parents")
     )
     depth = depths_of(1, tuple(pool.tokens.shape[1] for pool in pools), tokens.device)
-    scores = scores.masked_fill(depth > draft_targets.num_steps.unsqueeze(1), LEAST)
+    scores = scores.masked_fill(depth > num_steps.unsqueeze(1), LEAST)
     # A parent scores more than its children, so that it comes before them.
     best = scores.topk(min(nodes, scores.shape[1]), -1)
     taken = best.indices
     number = numbers(1, taken.shape[1] + 1, 1, taken.device)
     void = best.values <= LEAST / 2
-    void = (
-        void
-        if draft_targets.max_draft_tokens is None
-        else void | (number > draft_targets.max_draft_tokens.unsqueeze(1))
-    )
+    void = void if max_draft_tokens is None else void | (number > max_draft_tokens.unsqueeze(1))
     count = len(number) - void.sum(1)
     # place in the pool → node; the root, node 0, is at the last place
     node_of = taken.new_zeros(scores.shape[0], scores.shape[1] + 1)
