@@ -292,7 +292,7 @@ class CompletionRequest(GenerationRequest):
 
     def sampling(self, defaults: dict[str, float | int], max_tokens: int | None) -> SamplingParams:
         params = GenerationRequest.sampling(self, defaults, max_tokens)
-        # by which the best are known
+        # the best choices are found by their log-probabilities
         return replace(params, logprobs=params.logprobs or 0) if self.selects else params
 
     @property

@@ -1,8 +1,8 @@
 """What a body says about the form of the output, in OpenAI's, SGLang's and vLLM's spellings, as one
 GrammarSpec.
 
-Whether a schema or a grammar can be compiled is the engine's to say; here is looked at what is given, and how
-often.
+The engine says whether a schema or a grammar can be compiled; this module checks what is given, and
+how often.
 """
 
 from __future__ import annotations

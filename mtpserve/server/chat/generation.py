@@ -35,8 +35,8 @@ Added = list[tuple[int, str]]  # what a step adds: a block's index, which may be
 
 
 class OutputReader:
-    """One choice's text as the events that the client asked for. Where one call is wanted, further ones are
-    left out."""
+    """One choice's text as the events that the client asked for. It leaves out further calls if the client
+    wants one."""
 
     def __init__(self, plan: OutputPlan, tokenizer: Tokenizer, include_reasoning: bool) -> None:
         self.parses = plan.thinking is not None or plan.calls is not None  # otherwise all text is content

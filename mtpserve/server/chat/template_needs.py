@@ -154,7 +154,7 @@ def needs_of(render: Render) -> Needs:
     plain = tried(Needs(), USER)
 
     def shows(needs: Needs, *values: str) -> bool:
-        # As the newest turn, and further back, where some templates write less.
+        # The call as the newest turn, and further back, where some templates write less.
         newest, older = (
             tried(needs, USER, *calling(*values)),
             tried(needs, USER, *calling(*values), ANSWER, USER),

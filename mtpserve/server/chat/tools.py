@@ -203,7 +203,7 @@ def planned(plan: OutputPlan, sampling: SamplingParams, tokenizer: Tokenizer) ->
     that stay visible."""
     spell = spelled_by(tokenizer.marker_id)
     if plan.calls is not None and plan.use.forced:
-        # As at the peers a form of the answer is one of answers without calls.
+        # A form of the answer holds for answers without calls, as in vLLM and SGLang.
         if sampling.grammar is not None and sampling.grammar.field != "response_format":
             raise InvalidRequest(
                 "tool_choice and another constraint of the output exclude each other: give one of them",

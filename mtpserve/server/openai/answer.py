@@ -61,7 +61,7 @@ class ChoiceWriter(ABC):
     _trace: Trace = field(init=False)
     _text_alone: bool = field(init=False)  # no chunk has anything beside its text
     _steps: list[StepOutput] = field(default_factory=list)  # not shown yet
-    _added: Added = field(default_factory=list)  # by these steps
+    _added: Added = field(default_factory=list)  # what these steps add
     _scored: list[TokenLogprob] = field(default_factory=list)  # the prompt's tokens from the second on
     _begun: bool = False  # the prompt's part was shown
 
@@ -223,7 +223,7 @@ class Answer:
         self._with_usage = body.include_usage or generation.service.server_config.enable_force_include_usage
         self._usage_in_every_chunk = self._with_usage and body.continuous_usage
         self._no_usage = None if self._with_usage else UNSET
-        # Where they are not in the choices.
+        # The prompt's fields stand here if they are not in the choices.
         prompt = generation.choices[0].request.prompt
         self._prompt_ids: Fields = (
             {"prompt_token_ids": prompt} if body.return_token_ids and writer.one_prompt else {}

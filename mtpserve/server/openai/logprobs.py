@@ -88,8 +88,8 @@ def completion_logprobs(
 
 
 def by_text(names: TokenNames, token: int, score: TokenLogprob, top: int) -> dict[str, float]:
-    """The token that is in the text, first, and the likeliest. Of tokens with the same text the likeliest
-    counts."""
+    """The token that is in the text, first, and the likeliest. The likeliest of several tokens with the same
+    text counts."""
     scores: dict[str, float] = {}
     for id, logprob in [(token, score.logprob), *score.top[:top]]:
         text = names.token_text(id)

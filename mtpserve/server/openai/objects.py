@@ -44,8 +44,8 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(Rendered, kw_only=True):
-    """`stop_reason` (vLLM's word) and `matched_stop` (SGLang's) say what ended a choice that stopped. As in
-    vLLM fields that were not asked for are null in whole answers, and left out of chunks."""
+    """`stop_reason` (vLLM's word) and `matched_stop` (SGLang's) say what ended a choice that stopped. Fields
+    that the client does not want are null in whole answers, and left out of chunks, as in vLLM."""
 
     index: int
     text: str

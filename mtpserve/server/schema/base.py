@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 MAX_PROMPTS = 128
 MAX_CHOICES = 128
 MAX_SEQUENCES = 1024  # prompts times choices
-MAX_DEPTH = 8  # to where numbers are looked for
+MAX_DEPTH = 8  # levels in which numbers are searched
 MAX_SAID = 256  # clients choose the words
 
 Tokens = Annotated[list[int], Field(fail_fast=True)]

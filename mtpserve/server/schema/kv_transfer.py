@@ -53,8 +53,8 @@ class KVTransferAnswer(Rendered):
 
 
 class TransferFields(Strict):
-    """The fields of a generating route. Of lists, which routers send for several prompts, the first counts:
-    it names the request."""
+    """The fields of a generating route. Routers send lists for several prompts: the first entry counts and
+    names the request."""
 
     rules: ClassVar[tuple[Schema, ...]] = ({SERVER: "role"},)
 
@@ -81,8 +81,8 @@ class Handover:
     source: PageSource | None = None
 
     def of(self, request: Request, prompt: int) -> Request:
-        """The request of one of several prompts. Where pages are kept the text is the other node's: one token
-        is computed."""
+        """The request of one of several prompts. If pages are kept, the other node computes the text, and
+        this one computes one token."""
         lease = f"{self.name}/{prompt}"
         if self.source is not None:
             return replace(
