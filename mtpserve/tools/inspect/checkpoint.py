@@ -31,7 +31,7 @@ class InspectReport:
     weights: list[tuple[str, int, int, str, int]]
     memory: list[tuple[str, int]]
     notes: list[str]
-    draft: str | None = None  # where a draft model is that was published apart, and is no MTP layer
+    draft: str | None = None  # the place of a draft model that was published apart and is no MTP layer
 
     @property
     def tensors(self) -> list[tuple[str, str]]:
@@ -118,7 +118,7 @@ def for_one(config: EngineConfig, tokens: int) -> EngineConfig:
     )
 
 
-# Where a tensor belongs, by the first pattern that its name has.
+# The group of a tensor, by the first pattern that its name has.
 GROUPS = {
     re.compile(r"hc_"): "hyper-connections",
     re.compile(r"\.experts\."): "experts",

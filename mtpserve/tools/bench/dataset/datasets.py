@@ -1,5 +1,5 @@
-"""The datasets by name, and those that are made up: of texts or token ids of given lengths. Those from files
-are in files.py.
+"""The datasets by name, and those that are made up: of texts or token ids of given lengths. Datasets from
+files are in files.py.
 
 The same seed makes the same questions. Warm-up questions are others than the measured ones, so that no prefix
 cache knows them.

@@ -43,8 +43,8 @@ class ExamQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """`pattern`: what the answer is in a text, its first group or the whole; `last`: of several matches the
-    last one."""
+    """`pattern`: what the answer is in a text, its first group or the whole; `last`: the last one of several
+    matches."""
 
     task: str
     questions: tuple[ExamQuestion, ...]

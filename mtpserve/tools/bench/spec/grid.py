@@ -154,8 +154,8 @@ def agree(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def best(all: Sequence[SpecFigures], load: SpecLoad) -> SpecFigures | None:
-    """The fastest under this load; None: nothing is faster than plain decoding. Of shapes that are equally
-    fast, the one with fewer nodes."""
+    """The fastest under this load; None: nothing is faster than plain decoding. If several are equally fast,
+    the one with fewer nodes."""
     under = [cell for cell in all if cell.load == load and cell.speedup >= WIN]
     return max(under, key=lambda cell: (cell.speedup, -cell.shape.nodes), default=None)
 
