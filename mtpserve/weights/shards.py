@@ -242,8 +242,8 @@ def shard_of(
 
 
 def divided(whole: nn.Module, local: nn.Module) -> bool:
-    """A rank has a part of what the module holds: of models that each rank computes alone it has
-    everything."""
+    """A rank has a part of what the module holds: it has everything of models that each rank computes
+    alone."""
     pairs = zip(whole.parameters(recurse=False), local.parameters(recurse=False), strict=True)
     return any(one.shape != other.shape for one, other in pairs)
 

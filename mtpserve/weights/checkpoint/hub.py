@@ -27,7 +27,7 @@ BELOW = "*/*"  # subdirectories hold other formats, or the same weights again
 def fetched(config: EngineConfig, download: bool = True, headers: Path | None = None) -> EngineConfig:
     """`config` with directories and files in place of names; the API's name of the model stays as given. Not
     `download`: only from the cache, and where the model is not there, with an empty directory `headers`, its
-    configs and headers. Of a draft model numbers are read, too: it must be there.
+    configs and headers. A draft model's numbers are read, too: it must be there.
 
     Raises LoadError naming the id.
     """
