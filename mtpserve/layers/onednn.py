@@ -26,8 +26,8 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 def pack(weight: Tensor, bias: Tensor | None, lookups: bool) -> OneDNNMatrix | None:
-    """core.protocols.linear.Pack. A matrix whose rows are looked up stays as it is: of the packed layout no
-    single row can be read."""
+    """core.protocols.linear.Pack. A matrix whose rows are looked up stays as it is: no single row can be read
+    from the packed layout."""
     large = weight.numel() * weight.element_size() >= MIN_PACKED_BYTES
     if lookups or weight.device.type != "cpu" or not large or not packs(weight.dtype):
         return None

@@ -1,8 +1,8 @@
 """Attention in which one latent row is the key and the value of all heads, with entries that stand for
 several tokens (DeepSeek-V4, as transformers' model has it).
 
-The last numbers of a row are rotated by its position. As the row is the value, too, what a head has attended
-to is rotated back by the position of the query, so that it depends on distances alone.
+The last numbers of a row are rotated by its position. The row is the value, too. So a head's result is
+rotated back by the position of the query: it depends on distances alone.
 
 An entry is a mean of what its tokens have left: each number of it has weights of its own, a softmax over
 these tokens' gates and a bias for each place. With overlap it is made of the tokens before its own, too,
