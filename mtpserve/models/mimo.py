@@ -4,7 +4,7 @@ before the trunk's final norm.
 In Xiaomi's code the norm belongs to the head, so the layer gets the raw hidden state, and in further steps
 its own raw output.
 
-As in Qwen2 some of the trunk's layers may have a sliding window. The MTP layer never has one: no published
+Some of the trunk's layers may have a sliding window, as in Qwen2. The MTP layer never has one: no published
 config says otherwise, and its number is greater than those that `layer_types` lists.
 """
 

@@ -5,7 +5,7 @@ trunk's hidden state, as they were trained.
 
 Layers with a window see `sliding_window_size` tokens before their own, as in SGLang and in transformers. V2.5
 stores a layer's queries, keys and values in one matrix, in chunks for as many devices as layers without a
-window have key heads, as vLLM and SGLang read it. Of checkpoints that see and hear the text model is loaded.
+window have key heads, as vLLM and SGLang read it. If a checkpoint sees and hears, its text model is loaded.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 attends, with a gate for each head. Norms multiply by one more than their weight. The MTP layer always attends
 (https://qwen.ai/blog?id=qwen3-next).
 
-Of checkpoints that see pictures the text model is loaded.
+If a checkpoint sees pictures, its text model is loaded.
 """
 
 from __future__ import annotations

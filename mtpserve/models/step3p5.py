@@ -4,7 +4,7 @@ of which the last layers limit their activations; norms multiply by one more tha
 (https://arxiv.org/abs/2602.10604). Three dense MTP layers, one for each depth, each with a head of its own:
 the second one gets the first one's output, before its norm, and so on.
 
-Of checkpoints that see pictures the text model is loaded. Lists with an entry for each layer go on with those
+If a checkpoint sees pictures, its text model is loaded. Lists with an entry for each layer go on with those
 of the MTP layers.
 """
 
