@@ -1,7 +1,7 @@
 """DFlash (https://arxiv.org/abs/2602.06036) and DFlash2 (github.com/z-lab/dflash): some layers propose a
 block of tokens in one pass.
 
-Of what is committed each layer has keys and values alone, made from the outputs of some of the trunk's
+Each layer has only keys and values of committed tokens. They are made from the outputs of some of the trunk's
 layers, joined by `fc` and normed. The block is the embeddings of the last token and of a mask for each draft.
 Its rows see the context and each other, in causal layers only those before them, and a mask's output is the
 draft at its place. Embedding and language-model head are the trunk's.

@@ -9,7 +9,7 @@ Published in three layouts:
     speculators'                 layers.0.*   config: transformer_layer_config; EAGLE-3's fields beside it
 
 EAGLE 3.1 norms what is tapped, each layer's apart (fc_norm) or all together (norm_before_fc), and lets later
-drafts get the normed output (norm_output). As in vLLM `eagle_aux_hidden_state_layer_ids` at the top counts
+drafts get the normed output (norm_output). `eagle_aux_hidden_state_layer_ids` at the top counts, as in vLLM,
 inputs of layers, so that 2 is the output of layer 1; in eagle_config it counts outputs, as in SGLang.
 """
 

@@ -36,7 +36,7 @@ from mtpserve.weights.rules import Drop, Rule
 
 @dataclass(frozen=True, slots=True)
 class MedusaArch:
-    heads: int  # those that are used
+    heads: int  # heads that are used
     layers: int  # residual blocks of a head
     bias: bool
     own: int  # language-model heads: one for each, one for all, or 0 where they share the model's
@@ -116,7 +116,7 @@ class Medusa(Separate):
             raise values.unsupported("logit_scale", "1")
         used, one = max(steps, 1), values.get_bool("original_lm_head", False)
         theirs = [name for name in names if re.search(rf"lm_heads?\.|(?:^|\.)\d+\.{layers}\.weight", name)]
-        # Where there are no tensors each has a head of its own.
+        # Each has a head of its own if there are no tensors.
         num_lm_heads = (1 if one else used) if theirs or not names else 0
         if config.spec.speculative_token_map is not None:
             raise ConfigError(
