@@ -6,7 +6,7 @@ torch.
                                                         0 and 1, and besides them its window
 
 A row that is the last of an entry's tokens completes it: the layer makes it of what these tokens have left,
-before anything attends. Where such a row turns out not to count, the row that takes its place makes the entry
+before anything attends. If such a row does not count in the end, the row that takes its place makes the entry
 anew; until then nobody sees it. A node of a tree sees the entries that nodes on its own path complete: these
 have places of their own (cache/stores).
 

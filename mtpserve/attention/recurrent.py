@@ -120,7 +120,7 @@ class Recurrence:
         replay = (begin - computed[seats]).clamp(min=0, max=self.states.ring.shape[2])
         keep_after = keep_in = None
         if batch.checkpoint_tokens is not None and batch.checkpoint_states is not None:
-            # Where a request's state is, the host only bounds.
+            # The host only bounds where a request's state is.
             rows = batch.checkpoint_tokens - (begin - replay)
             keep_after = rows.clamp(min=0) * (rows <= replay + length)
             keep_in = batch.checkpoint_states + self.states.seats

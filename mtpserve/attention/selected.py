@@ -5,9 +5,9 @@ attends to the best alone.
 
 The formula is DeepSeek-V3.2's, https://arxiv.org/abs/2512.02556 §2.1.
 
-Of equal scores the earlier token's counts more. A row's choice and its output depend on that row alone,
-whoever shares the pass, and on the order of the positions, not on where a tree has its ancestors. Slow: keys
-are read once per row, and rows are lists on the host.
+The earlier token wins if scores are equal. A row's choice and its output depend on that row alone, whoever
+shares the pass, and on the order of the positions, not on where a tree has its ancestors. Slow: keys are read
+once per row, and rows are lists on the host.
 """
 
 from __future__ import annotations

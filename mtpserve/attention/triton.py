@@ -49,7 +49,8 @@ class TritonAttention:
 
 def typical_width(rows: int, spans: int, sampled: int) -> int:
     """Rows of a span, by which tiles are chosen: without prompts those whose logits are computed, `sampled`.
-    With prompts the mean: tiles as wide as a prompt would be nearly empty for each request that decodes."""
+    The mean if there are prompts: tiles as wide as a prompt would be nearly empty for each request that
+    decodes."""
     return sampled if rows <= spans * sampled else -(-rows // spans)
 
 
