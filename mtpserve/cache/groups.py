@@ -53,7 +53,7 @@ class PageGroups:
             PageGroup(window, PageAllocator(count, partial(self._evicted, number)))
             for number, (window, count) in enumerate(zip(windows, pages, strict=True))
         ]
-        self.dense = len(self.groups)  # those that have a page for each column
+        self.dense = len(self.groups)  # groups that have a page for each column
         self._leaving: list[int] = []  # states that the step planned last may still read
         if states is not None:
             self.groups.append(

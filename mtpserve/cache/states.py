@@ -1,4 +1,4 @@
-"""What recurrent layers keep: of each request a state of fixed size, and kept states that requests may start
+"""What recurrent layers keep: a state of fixed size for each request, and kept states that requests may start
 from.
 
     rows   | seat 0 | seat 1 | … | padding | kept 0 | kept 1 | …   a kept state is a copy of a seat's,
