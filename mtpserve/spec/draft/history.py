@@ -29,7 +29,7 @@ def as_it_is(number: int, part: Tensor) -> Tensor:
 
 
 class FeatureHistory:
-    """`rows`: how many are joined; `width`: of one row's features. Of each seat it keeps what its last row
+    """`rows`: how many are joined; `width`: of one row's features. It keeps for each seat what its last row
     hands on to the next one."""
 
     def __init__(self, seats: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class FeatureHistory:
 
     def resume(self, batch: Batch, boundary: BoundaryRows) -> None:
         """Rows that another request has computed are beside its pages: those before a span, or, where its
-        first row is computed again, that row itself. Of chained modules the former hand on only what they
+        first row is computed again, that row itself. Earlier ones of chained modules hand on only what they
         make of the span's first token."""
         for spans, again in ((batch.resumed, 0), (batch.unstored, 1)):
             if spans is not None:

@@ -23,8 +23,8 @@ def valid(logits: Tensor) -> Tensor:
 
 def propose(logits: Tensor, req_indices: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:
     """logits [rows, vocabulary] after the requests' rules, index [rows] of the tokens → the drafts [rows].
-    What they were drawn from is written to q [rows, vocabulary] float32; None if all are point masses. Where
-    logits are not finite any token may be proposed, from a valid distribution."""
+    What they were drawn from is written to q [rows, vocabulary] float32; None if all are point masses. If
+    logits are not finite, it may propose any token, from a valid distribution."""
     if sampler.all_greedy:
         return logits.argmax(-1)
     law = sampler.probs(valid(logits), req_indices)
