@@ -39,6 +39,6 @@ def source_name(drafter: str | None, path: str | None) -> str:
     ).lower()
 
 
-# those that are only published apart from the model
+# drafters that are only published apart from the model
 SEPARATE = ("EAGLE3", "MEDUSA", "DFLASH", "STANDALONE", "DRAFT_MODEL")
-BLOCKS = ("DFLASH",)  # those that compute a block of drafts in one pass, and store all of its rows
+BLOCKS = ("DFLASH",)  # drafters that compute a block of drafts in one pass, and store all of its rows
