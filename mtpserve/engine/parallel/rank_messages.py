@@ -40,7 +40,7 @@ class RankMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class StartRank(RankMessage, frozen=True):
-    config: EngineConfig  # with the process's `rank`
+    config: EngineConfig  # its `rank` is the process's
     log_level: int
 
 

@@ -65,7 +65,7 @@ MAX_UNREAD = 4096  # events that wait for a reader before its request is aborted
 MAX_AT_ONCE = 32  # events at once, for a reader that is late
 SILENT_S = 600.0  # how long the process may write a trace
 LAST_WORDS_S = 0.2  # how long after the process's end its last message may still arrive
-KILLED_S = 10.0  # in which a process that was killed has ended, unless a driver holds it
+KILLED_S = 10.0  # seconds in which a killed process ends, unless a driver holds it
 
 
 def private_directory() -> str:

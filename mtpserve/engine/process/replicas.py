@@ -37,7 +37,7 @@ SLACK, MORE = 2, 1.5
 LOST = 3  # engines that a request may lose
 # seconds before an engine is started again: the next one where it has died soon
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-STEADY_S = 60.0  # after which a death is the first one again
+STEADY_S = 60.0  # seconds after which a death counts as the first one again
 
 
 class LocalEngine(RequestClient, Protocol):
@@ -72,7 +72,7 @@ class Replica:
     client: LocalEngine
     state: Literal["starting", "up", "dead"] = "starting"
     restarts: int = 0
-    deaths: int = 0  # in a row
+    deaths: int = 0  # consecutive deaths
     hangs: int = 0
     since: float = 0.0  # when it came up
     lost: EngineStats = field(default_factory=EngineStats)
@@ -346,7 +346,7 @@ class Replicas:
     def _chosen(self, up: list[Replica], request: Request) -> Replica:
         if len(self._replicas) == 1:
             return up[0]
-        # Where all are full the least busy one refuses.
+        # If all are full, the least busy one refuses.
         up = [replica for replica in up if request.is_migrated or not replica.is_full] or up
         least = min(up, key=lambda replica: len(replica.open))
         keys = self._affinity.keys(request)

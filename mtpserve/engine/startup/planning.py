@@ -47,7 +47,7 @@ from mtpserve.weights.rules import Rule
 from mtpserve.weights.shards import shards_of
 
 log = logging.getLogger(__name__)
-DRAFT = "draft."  # where a draft model of its own is in the whole model
+DRAFT = "draft."  # the prefix of a separate draft model in the whole model
 DRAFTS = (DRAFT, "mtp_head.")
 
 
