@@ -17,7 +17,7 @@ all know from the same gather that all have finished.
 A row's weighted sum is taken where the row is (layers/moe), in the order of the experts' numbers: who else
 took part does not change it.
 
-Of engines with several ranks those of one number are peers, and ranks of other numbers have rounds of their
+If engines have several ranks, those of one number are peers, and ranks of other numbers have rounds of their
 own: all ranks of an engine have the same rows, each asks for the experts that its peers have, and the sum
 over the ranks, which ends such a layer in any case, has all of them. The ranks of an engine come to the same
 layers in the same order, so that the n-th round is at the same place in each of them.

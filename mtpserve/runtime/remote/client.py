@@ -46,7 +46,7 @@ class WantedPage:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """For each wanted page why it is not there; "": it is."""
+    """The reason why each wanted page is not there; "": it is there."""
 
     missing: list[str]
     seconds: float  # without those in which the pages were still being computed
