@@ -88,7 +88,7 @@ def main() -> None:
         model = large(Path(name)) if args.model == "large" else ModelConfig().directory
         for path in (model, untrained(model, Path(name))):
             engines.append(engine_of(path, spec, args.requests))
-            engines[-1]._watchdog = Watchdog()  # its own requests would be among the steps, and suspend drafting
+            engines[-1].watchdog = Watchdog()  # its own requests would be among the steps, and suspend drafting
             engines[-1].policy = Recorded(draft_sizes(spec, SchedulerConfig().step_tokens), DEPTH)
         parts = [recorded(engines[number], args.requests, args.turns, args.turn_seconds) for number in PARTS]
     for part in parts:

@@ -39,6 +39,7 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.start import try_out
 from mtpserve.weights.checkpoint.hub import fetched
 
 DEPTH, TOKENS, PROMPT = 3, 128, 128
@@ -107,7 +108,7 @@ def engine_of(model: Path, spec: SpecConfig, most: int) -> Engine:
             spec=spec,
         )
     )
-    engine.try_out()
+    try_out(engine)
     return engine
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from mtpserve.cache.keys import Key
 from mtpserve.cache.pages import PageAllocator
-from mtpserve.core.state.cache_state import Held
+from mtpserve.core.state.cache_state import BlockList
 
 Found = Callable[[int, Key], bool]
 
@@ -170,7 +170,7 @@ class PageGroups:
 
     def seat(
         self, shared: Sequence[Key], start: int, tokens: int, lookahead: int, spare: int = 0
-    ) -> list[Held] | None:
+    ) -> list[BlockList] | None:
         """What a request gets that computes `tokens` from `start` on, after the pages with the keys `shared`,
         of which it becomes a holder. None: too few are free, or less than `spare` more for each group without
         a window, and nothing was taken."""
@@ -178,7 +178,7 @@ class PageGroups:
         for group in self.groups:
             low = self._low(group.window, start)
             pages = [group.allocator.find(key) for key in shared[low:]]
-            held.append(Held(low, [page for page in pages if page is not None]))
+            held.append(BlockList(low, [page for page in pages if page is not None]))
             assert None not in pages, "`matched` said that they are there"
         missing = self.missing(held, start, tokens, lookahead)
         left = (group.allocator.free_without(one.pages) for group, one in zip(self.groups, held, strict=True))
@@ -190,7 +190,7 @@ class PageGroups:
         self.extend(held, missing)
         return held
 
-    def gather(self, keys: Sequence[Key], needed: Sequence[range]) -> list[Held] | None:
+    def gather(self, keys: Sequence[Key], needed: Sequence[range]) -> list[BlockList] | None:
         """Pages for the `needed` columns of each group: those that are there, of which the caller becomes a
         holder, and free ones for the others. None: too few are free, and nothing was taken."""
         cached_pages = [
@@ -206,21 +206,21 @@ class PageGroups:
             group.allocator.share(some)
         fresh = [iter(group.allocator.allocate(count)) for group, _, count in groups]
         return [
-            Held(columns.start, [next(free) if page is None else page for page in pages])
+            BlockList(columns.start, [next(free) if page is None else page for page in pages])
             for columns, pages, free in zip(needed, cached_pages, fresh, strict=True)
         ]
 
-    def label(self, held: Sequence[Held], keys: Sequence[Key], first: int, end: int) -> bool:
+    def label(self, held: Sequence[BlockList], keys: Sequence[Key], first: int, end: int) -> bool:
         """A request's columns from `first` on, before `end`, are complete. Where a page with the same
         contents is there already it takes the place of the request's own. True: that happened, and
-        `held.planned` says from which column on."""
+        `held.planned_end` says from which column on."""
         replaced = False
         for number, one in enumerate(held):
             for column in range(max(first, one.first), min(end, one.end)):
                 replaced |= self.label_page(number, one, column, keys[column])
         return replaced
 
-    def label_page(self, group: int, held: Held, column: int, key: Key) -> bool:
+    def label_page(self, group: int, held: BlockList, column: int, key: Key) -> bool:
         """The same for one page."""
         allocator, old_page = self.groups[group].allocator, held.pages[column - held.first]
         page = allocator.label(old_page, key)
@@ -229,20 +229,20 @@ class PageGroups:
         allocator.share([page])
         allocator.release([old_page])
         held.pages[column - held.first] = page
-        held.planned = min(held.planned, column)
+        held.planned_end = min(held.planned_end, column)
         return True
 
-    def unlabel(self, held: Sequence[Held]) -> list[list[Key]]:
+    def unlabel(self, held: Sequence[BlockList]) -> list[list[Key]]:
         """What these pages hold is not to be relied on. → the keys that are not found any more, of each
         group."""
         pairs = zip(self.groups, held, strict=False)  # a request without a seat holds none
         return [group.allocator.unlabel(one.pages) for group, one in pairs]
 
-    def state_of(self, held: Sequence[Held]) -> int:
+    def state_of(self, held: Sequence[BlockList]) -> int:
         """The state that a request starts from which holds these pages; -1: its first token."""
         return held[self.dense].pages[0] if self.has_states and held[self.dense].pages else -1
 
-    def keep_state(self, held: Sequence[Held], column: int) -> int | None:
+    def keep_state(self, held: Sequence[BlockList], column: int) -> int | None:
         """A page for the state after this column, of which the request becomes the holder. None: there is
         none, or it still waits for an earlier one to be complete."""
         group, one = self.groups[self.dense], held[self.dense]
@@ -261,12 +261,12 @@ class PageGroups:
     def free_state(self, page: int) -> None:
         self.groups[self.dense].allocator.release([page])
 
-    def give_state(self, page: int, column: int, key: Key) -> list[Held]:
+    def give_state(self, page: int, column: int, key: Key) -> list[BlockList]:
         """Gives back a complete state of its holder → what is cached now; empty: such a state was there
         already."""
         is_new = self.groups[self.dense].allocator.label(page, key) == page
         self.free_state(page)
-        return [*(Held() for _ in range(self.dense)), Held(column, [page])] if is_new else []
+        return [*(BlockList() for _ in range(self.dense)), BlockList(column, [page])] if is_new else []
 
     def settle(self) -> None:
         """Another step is planned: what only the last one needed is given back."""
@@ -288,7 +288,7 @@ class PageGroups:
         for group in self.groups:
             group.allocator.forget()
 
-    def has(self, held: Sequence[Held], tokens: int) -> bool:
+    def has(self, held: Sequence[BlockList], tokens: int) -> bool:
         """True if a request has the pages of all columns up to `tokens`, except those that it has
         released."""
         # all() of a generator costs twice as much, and every request in every step asks for this
@@ -297,7 +297,7 @@ class PageGroups:
                 return False
         return True
 
-    def missing(self, held: Sequence[Held], start: int, tokens: int, lookahead: int) -> list[int]:
+    def missing(self, held: Sequence[BlockList], start: int, tokens: int, lookahead: int) -> list[int]:
         """Pages of each group that a request lacks which computes `tokens` from `start` on."""
         pairs = zip(self.groups, held, strict=True)
         return [
@@ -315,11 +315,11 @@ class PageGroups:
             count <= group.allocator.free_count for count, group in zip(counts, self.groups, strict=True)
         )
 
-    def extend(self, held: Sequence[Held], missing: Iterable[int]) -> None:
+    def extend(self, held: Sequence[BlockList], missing: Iterable[int]) -> None:
         for group, one, count in zip(self.groups, held, missing, strict=True):
             one.pages += group.allocator.allocate(count)
 
-    def advance(self, held: Sequence[Held], start: int) -> None:
+    def advance(self, held: Sequence[BlockList], start: int) -> None:
         """Releases the pages that only rows before token `start` see: such rows come no more."""
         for group, one in zip(self.groups, held, strict=True):
             passed = self._low(group.window, start) - one.first
@@ -327,11 +327,11 @@ class PageGroups:
                 group.allocator.release(one.pages[:passed])
                 one.first, one.pages = one.first + passed, one.pages[passed:]
 
-    def release(self, held: Sequence[Held]) -> None:
+    def release(self, held: Sequence[BlockList]) -> None:
         for group, one in zip(self.groups, held, strict=False):  # a request without a seat holds none
             group.allocator.release(one.pages)
 
-    def check_integrity(self, holders: Sequence[Sequence[Held]], states: Sequence[int] = ()) -> None:
+    def check_integrity(self, holders: Sequence[Sequence[BlockList]], states: Sequence[int] = ()) -> None:
         """`states`: what was taken by `take_state`. Raises PageError, see PageAllocator."""
         for i, group in enumerate(self.groups):
             others = [self._leaving, states] if group.states else []

@@ -115,7 +115,7 @@ class PageAllocator:
                 heapq.heappush(self._free, page)
 
     def unlabel(self, pages: Iterable[int]) -> list[Key]:
-        """Held pages lose their keys, where they have any. → these keys."""
+        """BlockList pages lose their keys, where they have any. → these keys."""
         keys = [self._keys.pop(page) for page in pages if page in self._keys]
         for key in keys:
             del self._pages[key]

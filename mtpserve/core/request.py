@@ -46,7 +46,7 @@ class Request:
     num_scored_prompt_tokens: int = 0
     is_migrated: bool = False  # from an engine that was lost: no queue is too long for it
     source: PageSource | None = None  # who has the pages of its prompt
-    lease: str | None = None  # the name under which its prompt's pages are kept for another node
+    kv_offer_id: str | None = None  # the name under which its prompt's pages are kept for another node
     choices: int = 1  # texts that are made of its prompt; 0 for all of them but the first
 
     @property

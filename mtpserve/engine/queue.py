@@ -20,10 +20,10 @@ from mtpserve.config import SchedulerConfig
 from mtpserve.core.state.request_state import RequestState
 
 QUEUE_KEY = attrgetter("queue.key")
-LOOKS = 128  # requests whose prefixes are compared in a step, the oldest ones
-LONG = 2  # steps that a prompt fills which is called long, unless the user says otherwise
-EXPECTED = 0.1  # share of what requests may produce that they are expected to produce
-MOST_OVERTAKEN = 64  # times, before nobody else may
+MAX_PREFIX_LOOKUPS = 128  # requests whose prefixes are compared in a step, the oldest ones
+LONG_PROMPT_STEPS = 2  # steps that a prompt fills which is called long, unless the user says otherwise
+EXPECTED_OUTPUT_FRACTION = 0.1  # share of what requests may produce that they are expected to produce
+MAX_OVERTAKEN = 64  # times, before nobody else may
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +31,24 @@ class SchedulingPolicy:
     """How requests share what a step computes. The defaults set no limits."""
 
     longest_prefix: bool = False  # the policy lpm
-    long_prompt: int | None = None  # with more tokens than this to compute a prompt is long; None: none is
-    long_rows: int = 1 << 30  # that each long prompt gets in a step at most, while others live
-    max_long: int = 1  # long prompts that get rows in one step
+    long_prompt_tokens: int | None = (
+        None  # with more tokens than this to compute a prompt is long; None: none is
+    )
+    long_chunk_tokens: int = 1 << 30  # that each long prompt gets in a step at most, while others live
+    max_long_prompts: int = 1  # long prompts that get rows in one step
     # share of the tokens that running requests may still produce for which admission leaves pages
-    reserved: float = 0.0
+    reserved_fraction: float = 0.0
 
     @staticmethod
     def of(config: SchedulerConfig, long_rows: int | None) -> SchedulingPolicy:
-        """`long_rows`: unless the user gives a number for both, rows and length; None: as many as fit."""
+        """`long_chunk_tokens`: unless the user gives a number for both, rows and length; None: as many as fit."""
         threshold, budget = config.long_prefill_token_threshold, config.step_tokens
         return SchedulingPolicy(
             config.scheduling_policy == "lpm",
-            LONG * budget if threshold is None else threshold,
+            LONG_PROMPT_STEPS * budget if threshold is None else threshold,
             threshold or long_rows or budget,
             config.max_long_partial_prefills,
-            EXPECTED * config.schedule_conservativeness,
+            EXPECTED_OUTPUT_FRACTION * config.schedule_conservativeness,
         )
 
 
@@ -71,7 +73,7 @@ class WaitingQueue:
     def admit(self, req: RequestState) -> None:
         """It is served now; under lpm it may have overtaken others."""
         if self._longest_prefix:
-            for other in self.reqs[:LOOKS]:
+            for other in self.reqs[:MAX_PREFIX_LOOKUPS]:
                 if other is req:
                     break
                 other.queue.num_overtaken += 1
@@ -80,12 +82,12 @@ class WaitingQueue:
     def order(self, matched: Callable[[RequestState], int]) -> Iterator[RequestState]:
         """`matched`: tokens of a request that are in the cache. The line may change while this is read."""
         if not self._longest_prefix:
-            yield from self.reqs[:LOOKS]
+            yield from self.reqs[:MAX_PREFIX_LOOKUPS]
             return
         reqs = list(self.reqs)
-        first = [req for req in reqs if req.queue.has_run or req.queue.num_overtaken >= MOST_OVERTAKEN]
+        first = [req for req in reqs if req.queue.has_run or req.queue.num_overtaken >= MAX_OVERTAKEN]
         yield from first
         named = {req.id for req in first}
-        others = [req for req in reqs[:LOOKS] if req.id not in named]
+        others = [req for req in reqs[:MAX_PREFIX_LOOKUPS] if req.id not in named]
         yield from sorted(others, key=matched, reverse=True)  # stable: of equal ones the oldest
-        yield from (req for req in reqs[LOOKS:] if req.id not in named)
+        yield from (req for req in reqs[MAX_PREFIX_LOOKUPS:] if req.id not in named)

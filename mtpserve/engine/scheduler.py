@@ -17,25 +17,20 @@ written by their next holder after that.
 
 from __future__ import annotations
 
-import heapq
-from bisect import insort
-from collections import deque
 from collections.abc import Collection, Sequence as Seq
-from itertools import islice
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.config.drafters import MTP
 from mtpserve.core.batch import Source
-from mtpserve.core.plan import NewRequest, SpanPlan, SpanResult, StepPlan, StepResult
+from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.request import Finish, Proposal
 from mtpserve.core.state.request_state import RequestState
+from mtpserve.engine.admission import Admission
+from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.pages.prefixes import Prefixes
-from mtpserve.engine.pages.tiers import Tiers
-from mtpserve.engine.queue import LOOKS, QUEUE_KEY, UNLIMITED, SchedulingPolicy, WaitingQueue
+from mtpserve.engine.queue import UNLIMITED, SchedulingPolicy, WaitingQueue
 from mtpserve.engine.spans import (
-    admission,
-    chunk,
     decodes,
     deferred,
     ends,
@@ -47,8 +42,6 @@ from mtpserve.engine.spans import (
 from mtpserve.engine.steps import RequestOutput, ScheduledStep
 from mtpserve.engine.stopping import until_stop
 
-MOST_EXPECTED = 4096  # tokens that a request is expected to produce at most, whatever its limit is
-
 
 class Scheduler:
     """`running` and `waiting` are in the order of arrival, always, and of arrival within a priority where
@@ -57,48 +50,42 @@ class Scheduler:
     running | a b c d |  waiting | e f g |
                     d ←──────── admission takes the policy's first (engine/queue) that may run now
                     └─────────→ preemption takes the last that runs, and puts it in its place in line
-
-    A request that waits for its turn is passed over in two cases: another one is just computing pages that it
-    can use, or as many long prompts as may be computed together run already. It is not passed over for want
-    of pages.
     """
 
     def __init__(
         self, pages: PageGroups, *, max_running: int, token_budget: int, max_drafts: int,
         eos_ids: Collection[int],
         service: SchedulingPolicy = UNLIMITED, observer: CacheObserver | None = None,
-        tiers: Tiers | None = None,
+        kv_connector: KVConnector | None = None,
         max_deferred_tokens: int = 0, drafter: str = MTP, apart: bool = False,
     ) -> None:  # fmt: skip
         """`apart`: prompts are not computed together with requests that decode."""
         if token_budget < max_drafts + 1:
             raise ValueError(f"a budget of {token_budget} tokens never holds a token and {max_drafts} drafts")
-        self._pages = pages
-        self._max_running, self._token_budget, self._max_drafts = max_running, token_budget, max_drafts
+        self.pages = pages
+        self.max_running, self._token_budget, self._max_drafts = max_running, token_budget, max_drafts
         self._sources = Source.names(drafter)
         # rows of a request that wait for a draft model to absorb them
         self.max_deferred_tokens = max_deferred_tokens
-        self._apart = apart
+        self._separate_prompts = apart
         self._eos_ids = frozenset(eos_ids)
-        self._policy = service
-        self._free_req_indices = list(range(max_running))  # a heap
         self._decode_order: dict[str, int] = {}  # decoding requests → their place in the next step's budget
-        self._prefixes, self._tiers = Prefixes(pages, observer, tiers), tiers
-        self._long_prompts_waited = False  # long prompts had no rows in the last step, for short ones
+        self.prefixes, self.kv_connector = Prefixes(pages, observer, kv_connector), kv_connector
         self.live: dict[str, RequestState] = {}
         self.running: list[RequestState] = []
         self._waiting_queue = WaitingQueue(service.longest_prefix)
+        self.admission = Admission(pages, self.prefixes, self._waiting_queue, service, max_running)
         self._arrivals = 0
         self.preemptions = 0
 
     @property
     def num_free_slots(self) -> int:
-        return len(self._free_req_indices)
+        return len(self.admission.free_req_indices)
 
     @property
     def moving(self) -> bool:
         """Pages are on their way between tiers."""
-        return self._tiers is not None and self._tiers.pending
+        return self.kv_connector is not None and self.kv_connector.pending
 
     @property
     def waiting(self) -> list[RequestState]:
@@ -111,7 +98,7 @@ class Scheduler:
         self.live[req.id] = req
         req.queue.key = (req.sampling.priority, self._arrivals)
         self._arrivals += 1
-        self._prefixes.add(req)
+        self.prefixes.add(req)
         self._waiting_queue.add(req)
 
     def abort(self, request_id: str) -> RequestState | None:
@@ -133,27 +120,28 @@ class Scheduler:
         missing = [
             lacking for req in self.running if not ends(req) and (lacking := self._missing_blocks(req))
         ]
-        too_few = bool(missing) and not self._pages.are_free(map(sum, zip(*missing, strict=True)))
+        too_few = bool(missing) and not self.pages.are_free(map(sum, zip(*missing, strict=True)))
         return too_few or any(req.is_synchronous for req in ahead)
 
     def plan(self, draft_depth: int) -> ScheduledStep:
         """The next step, which drafts `draft_depth` deep for the one after it: decoding requests, then prompt
         chunks, then new requests. Has spans while a request lives, unless what is in flight ends them all."""
-        self._pages.settle()
+        self.pages.settle()
         decoding = self._allocate_blocks()
         planned, left = self._decoding(decoding)
         others = self.running if len(decoding) < len(self.running) else []
-        prompts, new_requests = self._prompts(
-            [req for req in others if not decodes(req) and not ends(req)], left
+        prefilling = [req for req in others if not decodes(req) and not ends(req)]
+        prompts, new_requests = self.admission.prompts(
+            self.running, prefilling, left, is_alone=len(self.live) == 1
         )
         if self.max_deferred_tokens:
             planned = deferred(
                 planned,
                 draft_depth,
                 self.max_deferred_tokens,
-                beside_prompts=bool(prompts) and not self._apart,
+                beside_prompts=bool(prompts) and not self._separate_prompts,
             )
-        planned = self._prefixes.with_checkpoints(planned, prompts)
+        planned = self.prefixes.with_checkpoints(planned, prompts)
         busy = self.moving or any(req.in_flight for req in self.running)
         assert planned or not self.live or busy, "a plan without spans would repeat for ever"
         for req, span in planned:
@@ -163,9 +151,9 @@ class Scheduler:
                 req.draft.pending_draft_limit if span.drafts_next and draft_depth > 0 else 0
             )
         pages = [
-            new for req, _ in planned if req.cache.has_new_blocks for new in new_pages(req, self._pages.dense)
+            new for req, _ in planned if req.cache.has_new_blocks for new in new_pages(req, self.pages.dense)
         ]
-        transfers = [] if self._tiers is None else self._tiers.take_outgoing()
+        transfers = [] if self.kv_connector is None else self.kv_connector.take_outgoing()
         return ScheduledStep(
             StepPlan([span for _, span in planned], draft_depth, new_requests, pages, transfers),
             [req for req, _ in planned],
@@ -196,115 +184,15 @@ class Scheduler:
         )
         return spans, left
 
-    def _prompts(
-        self, running: Seq[RequestState], left: int
-    ) -> tuple[list[tuple[RequestState, SpanPlan]], list[NewRequest]]:
-        """Chunks of prompts, `left` rows in all: of those that run, then of those that are admitted, each in
-        its order.
-
-        Short prompts come first, and in every other step long ones get no rows beside them. Then come a few
-        long ones, each with a bounded number of rows as long as others live. So steps stay short, and short
-        prompts do not wait for the ends of long ones.
-        """
-        service, alone = self._policy, len(self.live) == 1
-        long = [req for req in running if self._is_long(req, req.cache.num_shared_tokens)]
-        short = (
-            [req for req in running if not self._is_long(req, req.cache.num_shared_tokens)]
-            if long
-            else running
-        )
-        prompts, admitted = self._share(short, left - (left // 4 if long else 0), long=False)
-        if service.long_prompt is None or (prompts and not self._long_prompts_waited):
-            self._long_prompts_waited = True
-        else:
-            self._long_prompts_waited = False
-            left -= sum(rows for _, rows in prompts)
-            more, others = self._share(long, left, long=True, limit=left if alone else service.long_rows)
-            prompts, admitted = prompts + more, admitted + others
-        return [(req, chunk(req, self._prefixes.rows(req, rows))) for req, rows in prompts], [
-            admission(req) for req in admitted
-        ]
-
-    def _share(
-        self, running: Seq[RequestState], left: int, long: bool, limit: int | None = None
-    ) -> tuple[list[tuple[RequestState, int]], list[RequestState]]:
-        """Prompts with their rows, `left` in all and `limit` of each, and those of them that were admitted
-        just now."""
-        queue, prompts, admitted = deque(running), list[tuple[RequestState, int]](), list[RequestState]()
-        while left > 0 and not (long and len(prompts) == self._policy.max_long):
-            req = queue.popleft() if queue else self._admit_next(long)
-            if req is None:
-                break
-            if len(prompts) >= len(running):
-                admitted.append(req)
-            rows = min(req.prefill_end - req.num_scheduled_tokens, left, left if limit is None else limit)
-            prompts.append((req, rows))
-            left -= rows
-        return prompts, admitted
-
-    def _is_long(self, req: RequestState, start: int) -> bool:
-        """A prompt that is computed from token `start` on. It stays long to its end."""
-        return self._policy.long_prompt is not None and req.prefill_end - start > self._policy.long_prompt
-
-    def _admit_next(self, long: bool) -> RequestState | None:
-        """Seat the next that waits, with pages for all that it has to compute. `long`: a long prompt may be
-        next. None: nobody can be seated."""
-        if not self._waiting_queue.reqs or not self._free_req_indices:
-            return None
-        for req in islice(self._waiting_queue.order(self._prefixes.expected), LOOKS):
-            columns = self._prefixes.columns(req)
-            if columns is None:
-                continue
-            # The last token always is computed: what follows it is unknown.
-            start = min(columns * self._pages.page_size, req.prefill_end - 1)
-            if not long and self._is_long(req, columns * self._pages.page_size):
-                continue
-            # With the rows of a verification this is no less than a victim of preemption gave up, of which an
-            # older request has taken some: it cannot come back within the same plan, nor lack pages itself
-            # for the first span that decodes again.
-            held = self._pages.seat(
-                req.cache.block_hashes[:columns],
-                start,
-                to_compute(req),
-                req.num_lookahead_tokens,
-                self._reserved(),
-            )
-            if held is None:
-                return None
-            req.cache.blocks, req.cache.has_new_blocks, req.cache.num_shared_tokens = (
-                held,
-                True,
-                columns * self._pages.page_size,
-            )
-            req.cache.start_state = self._pages.state_of(held)
-            req.num_computed_tokens = req.cache.num_stored_tokens = req.num_scheduled_tokens = (
-                req.cache.num_state_tokens
-            ) = start
-            if not req.queue.has_run:
-                req.cache.num_cached_tokens, req.queue.has_run = start, True
-            self._prefixes.seat(req, columns)
-            req.req_idx = heapq.heappop(self._free_req_indices)
-            self._waiting_queue.admit(req)
-            insort(self.running, req, key=QUEUE_KEY)
-            return req
-        return None
-
-    def _reserved(self) -> int:
-        """Pages that admission leaves for those that run."""
-        if self._policy.reserved == 0 or not self.running:
-            return 0
-        tokens = sum(min(req.num_free_tokens, MOST_EXPECTED) for req in self.running)
-        return self._pages.columns(int(self._policy.reserved * tokens))
-
     # ----------------------------------------------------------------------------------------------- pages
 
     def _missing_blocks(self, req: RequestState) -> list[int]:
         """Pages of each group that a running request lacks for its next span; empty: it has them. A prompt
         lacks none but those of windows that move on: admission took the others."""
         tokens = len(req.tokens) + useful_drafts(req) if decodes(req) else to_compute(req)
-        if self._pages.has(req.cache.blocks, tokens + req.num_lookahead_tokens):
+        if self.pages.has(req.cache.blocks, tokens + req.num_lookahead_tokens):
             return []
-        return self._pages.missing(
+        return self.pages.missing(
             req.cache.blocks, req.num_scheduled_tokens, tokens, req.num_lookahead_tokens
         )
 
@@ -312,13 +200,13 @@ class Scheduler:
         """Give every request the pages of its next span, in order → those that decode. Without windows prompt
         chunks need none: admission took theirs."""
         decoding = [req for req in self.running if decodes(req)]
-        for req in [req for req in self.running if not ends(req)] if self._pages.windowed else decoding:
+        for req in [req for req in self.running if not ends(req)] if self.pages.windowed else decoding:
             if req.req_idx is not None:
-                if self._pages.windowed:
+                if self.pages.windowed:
                     # What its windows have left, and what others may find of that: pages get their keys when
                     # they are booked. The steps in flight still read them; but only later ones write to them,
                     # and the device works in their order.
-                    self._pages.advance(
+                    self.pages.advance(
                         req.cache.blocks,
                         req.num_scheduled_tokens if req.cache.hash_root is None else req.num_computed_tokens,
                     )
@@ -329,12 +217,12 @@ class Scheduler:
         missing = self._missing_blocks(req)
         if not missing:
             return
-        while not self._pages.are_free(missing):
+        while not self.pages.are_free(missing):
             # Ends: the pool holds the first request alone, and a request that turns out to be the last gives
             # way itself.
             if self._preempt_last() is req:
                 return
-        self._pages.extend(req.cache.blocks, missing)
+        self.pages.extend(req.cache.blocks, missing)
         req.cache.has_new_blocks = True
 
     def _preempt_last(self) -> RequestState:
@@ -350,38 +238,36 @@ class Scheduler:
         return req
 
     def _unseat(self, req: RequestState, trusted: bool = True) -> None:
-        self._prefixes.leave(req, trusted)
-        self._pages.release(req.cache.blocks)
+        self.prefixes.leave(req, trusted)
+        self.pages.release(req.cache.blocks)
         req.cache.blocks = []
-        if req.req_idx is not None:
-            heapq.heappush(self._free_req_indices, req.req_idx)
-            req.req_idx = None
+        self.admission.release(req)
 
     def forget(self) -> None:
         """Empty the prefix cache."""
-        self._prefixes.forget(self.running)
+        self.prefixes.forget(self.running)
 
     # ---------------------------------------------------------------------------------------------- commit
 
-    def commit(self, planned: ScheduledStep, result: StepResult) -> list[RequestOutput]:
+    def commit(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         """Book a step. Requests that got neither tokens nor an end have no outcome. Raises ValueError, and
         changes nothing, for a result that does not fit the plan."""
-        if self._tiers is not None:
-            self._tiers.commit(result.transferred)
-        spans = planned.plan.spans
+        if self.kv_connector is not None:
+            self.kv_connector.commit(result.transferred)
+        spans = step.plan.spans
         if len(result.spans) != len(spans):
             raise ValueError(f"{len(spans)} spans but {len(result.spans)} results")
         # What came of a request that has ended in the meantime is dropped unread.
         entries = [
-            entry for entry in zip(planned.reqs, spans, result.spans, strict=True) if entry[0].finish is None
+            entry for entry in zip(step.reqs, spans, result.spans, strict=True) if entry[0].finish is None
         ]
         for req, span, booked in entries:
             self._check(req, span, booked)
-        outcomes = (self._commit(*entry) for entry in entries)
+        outputs = (self._commit(*entry) for entry in entries)
         return [
-            outcome
-            for outcome in outcomes
-            if outcome.tokens or outcome.prompt_logprobs or outcome.req.finish is not None
+            output
+            for output in outputs
+            if output.tokens or output.prompt_logprobs or output.req.finish is not None
         ]
 
     def fail(self, reqs: Seq[RequestState], error: str) -> list[RequestOutput]:
@@ -428,7 +314,7 @@ class Scheduler:
         req.num_scored_prompt_tokens = max(
             req.num_scored_prompt_tokens, min(span.start + span.num_tokens, req.num_prompt_tokens - 1)
         )
-        self._prefixes.commit(req, settled, span)
+        self.prefixes.commit(req, settled, span)
         if finish is not None:
             self._end(req, finish)
         assert finish is not None or req.num_computed_tokens < len(req.tokens) < req.max_num_tokens
@@ -445,33 +331,3 @@ class Scheduler:
             self.running = [other for other in self.running if other is not req]
         self._unseat(req, trusted=finish is not Finish.ERROR)
         del self.live[req.id]
-
-    # ------------------------------------------------------------------------------------------- integrity
-
-    def check_integrity(self) -> None:
-        """Raise unless pages, seats and queues agree; with no live request this means that every page and
-        seat is free."""
-        loading = [] if self._tiers is None else self._tiers.holders
-        self._pages.check_integrity(
-            [*(req.cache.blocks for req in self.live.values()), *loading], self._prefixes.states
-        )
-        seats = [req.req_idx for req in self.running if req.req_idx is not None]
-        if sorted(seats + self._free_req_indices) != list(range(self._max_running)) or len(seats) != len(
-            self.running
-        ):
-            raise RuntimeError(
-                f"{len(self.running)} requests run in seats {sorted(seats)} while "
-                f"{sorted(self._free_req_indices)} are free"
-            )
-        if sorted(req.id for req in (*self.running, *self.waiting)) != sorted(self.live):
-            raise RuntimeError("running and waiting requests are not the live ones")
-        if any(queue != sorted(queue, key=QUEUE_KEY) for queue in (self.running, self.waiting)):
-            raise RuntimeError("running or waiting requests are out of order")
-        for req in self.running:
-            columns = min(held.end for held in req.cache.blocks[: self._pages.dense])
-            req.check_counters(columns * self._pages.page_size, self.max_deferred_tokens)
-        for req in self.waiting:
-            if req.cache.blocks or req.req_idx is not None or req.num_computed_tokens or req.num_draft_tokens:
-                raise RuntimeError(
-                    f"request {req.id} waits but holds {req.cache.blocks} and seat {req.req_idx}"
-                )

@@ -106,7 +106,7 @@ def new_pages(req: RequestState, groups: int) -> list[NewPages]:
     assert req.req_idx is not None
     new, req.cache.has_new_blocks = list[NewPages](), False
     for group, held in enumerate(req.cache.blocks[:groups]):
-        first, held.planned = max(held.planned, held.first), held.end
+        first, held.planned_end = max(held.planned_end, held.first), held.end
         if first < held.end:
             new.append(NewPages(req.req_idx, first, held.pages[first - held.first :], group))
     return new

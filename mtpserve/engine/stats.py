@@ -12,28 +12,28 @@ from mtpserve.engine.steps import RequestOutput, ScheduledStep
 from mtpserve.spec.counts import count_verification
 
 
-def count(stats: EngineStats, outcome: RequestOutput) -> None:
+def count(stats: EngineStats, output: RequestOutput) -> None:
     """Add one request's share of one step. A prompt counts once, with its first token, however often it was
     recomputed."""
-    req = outcome.req
+    req = output.req
     stats.failed_requests_total += req.finish is Finish.ERROR
-    if not outcome.tokens:
+    if not output.tokens:
         return
-    stats.generation_tokens_total += len(outcome.tokens)
-    if req.num_output_tokens == len(outcome.tokens):
+    stats.generation_tokens_total += len(output.tokens)
+    if req.num_output_tokens == len(output.tokens):
         stats.prompt_tokens_total += req.num_prompt_tokens
         stats.cached_prompt_tokens_total += req.cache.num_cached_tokens
-    if outcome.proposal.tokens:
-        count_verification(stats, outcome.proposal, outcome.num_accepted_tokens, len(outcome.tokens))
+    if output.proposal.tokens:
+        count_verification(stats, output.proposal, output.num_accepted_tokens, len(output.tokens))
 
 
-def count_step(stats: EngineStats, planned: ScheduledStep | None, outcomes: Sequence[RequestOutput]) -> None:
+def count_step(stats: EngineStats, step: ScheduledStep | None, outputs: Sequence[RequestOutput]) -> None:
     """Add one step's tokens: those of prompts that it computed, and those that it generated; none that it
     rejected. None: it failed."""
     tokens = (
-        sum(span.num_tokens for span in planned.plan.spans)
-        + sum(outcome.num_accepted_tokens for outcome in outcomes)
-        if planned
+        sum(span.num_tokens for span in step.plan.spans)
+        + sum(output.num_accepted_tokens for output in outputs)
+        if step
         else 0
     )
     if tokens:
@@ -41,14 +41,14 @@ def count_step(stats: EngineStats, planned: ScheduledStep | None, outcomes: Sequ
         stats.step_tokens_total += tokens
 
 
-def event_of(outcome: RequestOutput, now: float) -> TokenEvent:
+def event_of(output: RequestOutput, now: float) -> TokenEvent:
     """`now` is perf_counter's."""
-    req = outcome.req
+    req = output.req
     times = None
-    if outcome.tokens and req.num_output_tokens == len(outcome.tokens) and req.queue.start_time is not None:
+    if output.tokens and req.num_output_tokens == len(output.tokens) and req.queue.start_time is not None:
         times = FirstTokenTimes(req.queue.start_time - req.queue.arrival_time, now - req.queue.start_time)
     return TokenEvent(
-        req.id, outcome.tokens, outcome.num_accepted_tokens, outcome.proposal, req.finish, req.error,
-        outcome.logprobs,
-        outcome.prompt_logprobs, times, 0 if times is None else req.cache.num_cached_tokens, req.cache.kv_offer,
+        req.id, output.tokens, output.num_accepted_tokens, output.proposal, req.finish, req.error,
+        output.logprobs,
+        output.prompt_logprobs, times, 0 if times is None else req.cache.num_cached_tokens, req.cache.kv_offer,
     )  # fmt: skip

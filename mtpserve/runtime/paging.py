@@ -1,5 +1,5 @@
 """What moves pages between the device's pool, host memory, the disk and other nodes; which ones,
-engine/pages/tiers says.
+engine/pages/kv_connector says.
 
 A block of host memory holds one page of one group: what all layers with these pages stored for its tokens,
 side by side, and the boundary row (cache/boundary). So a page moves as one piece.

@@ -7,7 +7,7 @@ import pytest
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.pages import PageError
 from mtpserve.core.arch.model import Attention, KVLayout, page_groups
-from mtpserve.core.state.cache_state import Held
+from mtpserve.core.state.cache_state import BlockList
 
 PAGE, CHUNK, AHEAD = 4, 8, 3
 
@@ -97,7 +97,7 @@ def test_equal_pages_are_held_once() -> None:
     used = groups.used
     assert not groups.label(one, keys, 0, 2)
     assert groups.label(other, keys, 0, 2)
-    assert groups.used == used - 4 and [each.planned for each in other] == [0, 0]
+    assert groups.used == used - 4 and [each.planned_end for each in other] == [0, 0]
     groups.check_integrity([one, other])
 
 
@@ -106,7 +106,7 @@ def test_how_much_one_request_may_have() -> None:
     assert made(window=6).capacity(AHEAD) == 40 * PAGE - AHEAD
     assert made(window=5).capacity(AHEAD) == 5 * PAGE - AHEAD, "the window's pages do not come round"
     assert PageGroups([6], [6], PAGE, CHUNK).capacity(AHEAD) > 1 << 40
-    assert Held(3, [7, 8]).end == 5
+    assert BlockList(3, [7, 8]).end == 5
 
 
 def labelled(groups: PageGroups, number: int, keys: list[bytes]) -> None:

@@ -12,7 +12,7 @@ from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
-from mtpserve.engine.pages.tiers import Tiers
+from mtpserve.engine.pages.kv_connector import KVConnector
 from tests.engine.fake_runner import FakeRunner, draw, greedy_text
 
 VOCAB = 50
@@ -72,7 +72,7 @@ class Bench:
                 **scheduler,  # type: ignore[arg-type]
             ),
             pages=pages_of,
-            tiers=None if host is None else Tiers(pages_of, [host] * len(counts), self.runner.disk if disk else None),
+            kv_connector=None if host is None else KVConnector(pages_of, [host] * len(counts), self.runner.disk if disk else None),
             max_running=running,
             context_length=context,
             vocab=VOCAB,

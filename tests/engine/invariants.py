@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.state.request_state import RequestState
-from mtpserve.engine.queue import MOST_OVERTAKEN, UNLIMITED
+from mtpserve.engine.integrity import check_integrity
+from mtpserve.engine.queue import MAX_OVERTAKEN, UNLIMITED
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.spans import decodes, ends
 from mtpserve.engine.steps import ScheduledStep
@@ -18,6 +21,7 @@ class WatchedScheduler(Scheduler):
 
     def __init__(self, pages: PageGroups, *, every: int = 1, **options: Any) -> None:
         super().__init__(pages, **options)
+        self.admission._admit_next = partial(self._watch_admission, self.admission._admit_next)  # type: ignore[method-assign]
         self._every, self._steps = every, 0
         self._options = options
         self._served: dict[str, int] = {}  # running requests → the last step in which they had rows
@@ -40,7 +44,7 @@ class WatchedScheduler(Scheduler):
         self._check_turns(planned)
         self._check_pages(planned)
         if self._steps % self._every == 0:
-            self.check_integrity()
+            check_integrity(self)
             self.checked += 1
 
     # -------------------------------------------------------------------------------------------------- budgets
@@ -50,16 +54,16 @@ class WatchedScheduler(Scheduler):
         assert sum(span.num_rows for span in spans) <= self._options["token_budget"]
         assert len({span.req_idx for span in spans}) == len(spans) <= self._options["max_running"]
         assert all(span.num_tokens >= 1 and span.num_draft_tokens <= self._options["max_drafts"] for span in spans)
-        if self.service.long_prompt is None:
+        if self.service.long_prompt_tokens is None:
             return
         # `launched` counts the step already. The last token of a prompt is a row like one that decodes.
         long = [
             span.num_rows
             for req, span in zip(planned.reqs, spans, strict=True)
-            if req.prefill_end - req.cache.num_shared_tokens > self.service.long_prompt and span.start < req.prefill_end - 1
+            if req.prefill_end - req.cache.num_shared_tokens > self.service.long_prompt_tokens and span.start < req.prefill_end - 1
         ]
-        assert len(long) <= self.service.max_long
-        assert len(self.live) == 1 or all(width <= self.service.long_rows for width in long)
+        assert len(long) <= self.service.max_long_prompts
+        assert len(self.live) == 1 or all(width <= self.service.long_chunk_tokens for width in long)
 
     def _check_turns(self, planned: ScheduledStep) -> None:
         """A decoding request that finds no room is first in the next step, so it waits for no more steps than take all the others."""
@@ -77,9 +81,9 @@ class WatchedScheduler(Scheduler):
 
     def _check_pages(self, planned: ScheduledStep) -> None:
         """A page that a step writes has one holder; there is a page for each row, and for what the device may write on its own."""
-        size = self._pages.page_size
+        size = self.pages.page_size
         for req, span in zip(planned.reqs, planned.plan.spans, strict=True):
-            for group, held in zip(self._pages.groups, req.cache.blocks, strict=True):
+            for group, held in zip(self.pages.groups, req.cache.blocks, strict=True):
                 assert held.end * size >= span.start + span.num_rows
                 first = max(span.start, req.cache.num_shared_tokens) // size
                 last = (span.start + span.num_rows - 1) // size
@@ -89,12 +93,14 @@ class WatchedScheduler(Scheduler):
 
     # ---------------------------------------------------------------------------------------------------- order
 
-    def _admit_next(self, long: bool) -> RequestState | None:
+    def _watch_admission(
+        self, admit: Callable[[list[RequestState], bool], RequestState | None], running: list[RequestState], long: bool
+    ) -> RequestState | None:
         """Who is passed over waits for pages that another computes or that are loaded, or is long while enough long ones run."""
         ranked = list(self.waiting[:200]) if self._steps % self._every == 0 else []
         excused = {req.id for req in ranked if self._may_be_passed(req, long)}
-        req = super()._admit_next(long)
-        if self._tiers is not None:
+        req = admit(running, long)
+        if self.kv_connector is not None:
             # Pages that others load may have taken the place of what it had found.
             excused |= {each.id for each in ranked if self._may_be_passed(each, long)}
         if req is not None and not self.service.longest_prefix:
@@ -105,7 +111,7 @@ class WatchedScheduler(Scheduler):
         if req is not None:
             self.overtaken = max(self.overtaken, req.queue.num_overtaken)
             # The first in order may be one of several that were overtaken so often.
-            bound = MOST_OVERTAKEN + self._options["max_running"]
+            bound = MAX_OVERTAKEN + self._options["max_running"]
             assert req.queue.num_overtaken <= bound or req.id in self._passed, (
                 f"{req.queue.num_overtaken} later ones were served before {req.id}"
             )
@@ -114,22 +120,24 @@ class WatchedScheduler(Scheduler):
         return req
 
     def _may_be_passed(self, req: RequestState, long: bool) -> bool:
-        columns = self._pages.matched(req.cache.block_hashes)
-        coming = columns < len(req.cache.block_hashes) and req.cache.block_hashes[columns] in self._prefixes._pending_keys
-        if coming or (self._tiers is not None and self._pages.matched(req.cache.block_hashes, lookup=self._tiers.found) > columns):
+        columns = self.pages.matched(req.cache.block_hashes)
+        coming = columns < len(req.cache.block_hashes) and req.cache.block_hashes[columns] in self.prefixes._pending_keys
+        if coming or (
+            self.kv_connector is not None and self.pages.matched(req.cache.block_hashes, lookup=self.kv_connector.found) > columns
+        ):
             return True
-        if self._tiers is not None and self._tiers.is_loading(req.cache.kv_load):  # pages that the tier has dropped since
+        if self.kv_connector is not None and self.kv_connector.is_loading(req.cache.kv_load):  # pages that the tier has dropped since
             return True
-        return not long and self._is_long(req, columns * self._pages.page_size)
+        return not long and self.admission.is_long(req, columns * self.pages.page_size)
 
     # ------------------------------------------------------------------------------------------------------ end
 
     def check_empty(self) -> None:
         """Everybody has ended: every page and seat is free."""
-        self.check_integrity()
+        check_integrity(self)
         assert not self.live and not self.running and not self.waiting
-        assert self._pages.used == 0 and self.num_free_slots == self._options["max_running"]
-        assert not self._prefixes._pending_keys, "pages are waited for that nobody computes"
-        if self._tiers is not None:
-            assert not self._tiers.pending and not any(pins for host in self._tiers.groups for pins in host.pins)
-            assert all(sorted([*host.free, *host.blocks.values()]) == list(range(len(host.pins))) for host in self._tiers.groups)
+        assert self.pages.used == 0 and self.num_free_slots == self._options["max_running"]
+        assert not self.prefixes._pending_keys, "pages are waited for that nobody computes"
+        if self.kv_connector is not None:
+            assert not self.kv_connector.pending and not any(pins for host in self.kv_connector.groups for pins in host.pins)
+            assert all(sorted([*host.free, *host.blocks.values()]) == list(range(len(host.pins))) for host in self.kv_connector.groups)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.engine.pages.tiers import Tiers
+from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.queue import SchedulingPolicy
 from mtpserve.spec.curves import CURVES, conditional
 from mtpserve.tools.simulate.simulated import SimulatedDevice
@@ -38,10 +38,10 @@ def simulate(
     sizes = DraftSizes(steps=steps, num_proposed=steps, written=steps)
     device = SimulatedDevice(sizes, conditional(CURVES["glm-5.2-mtp"])[:steps], seed)
     files = None if disk is None else SimulatedDisk(disk)
-    tiers = None if host is None else Tiers(groups, [host] * len(counts), files)
+    kv_connector = None if host is None else KVConnector(groups, [host] * len(counts), files)
     transfers = None if host is None else SimulatedTransfers(PageTimes(page_time, page_time), files)
     scheduler = WatchedScheduler(
-        groups, every=every, tiers=tiers, max_running=seats, token_budget=budget, max_drafts=sizes.nodes, eos_ids=(EOS,),
+        groups, every=every, kv_connector=kv_connector, max_running=seats, token_budget=budget, max_drafts=sizes.nodes, eos_ids=(EOS,),
         service=SchedulingPolicy(policy == "lpm", long_prompt, long_prompt or 1 << 30, max_long, reserved),
     )  # fmt: skip
     made = Simulation(scheduler, groups, device, overlap=overlap, cached=cached, transfers=transfers, watch=scheduler.watch)

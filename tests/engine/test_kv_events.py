@@ -22,6 +22,7 @@ from mtpserve.config.kv_events import is_local, listens, parse
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.pages.kv_events import LAST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvents
+from mtpserve.engine.startup.start import try_out
 from mtpserve.llm import LLM
 from tests import selection
 from tests.engine.fake_runner import draw
@@ -198,7 +199,7 @@ def test_a_trial_is_not_published() -> None:
     """The first batch clears what a router knows of an engine that was there before."""
     with published() as events:
         router, bench = Router(events), Bench(observer=events)
-        bench.engine.try_out()
+        try_out(bench.engine)
         router.read()
         assert [batch[1] for batch in router.batches] == [[{"type": "AllBlocksCleared"}]]
 

@@ -255,7 +255,7 @@ def test_a_prompt_computed_by_other_ranks() -> None:
     with built(of("prefill", 2)) as prefill, built(of("decode", 2)) as decode, built(of("decode", 1)) as other:
         offers = dict[str, PageOffer]()
         for request in requests():
-            prefill.add(replace(request, sampling=replace(request.sampling, max_tokens=1), lease=request.id))
+            prefill.add(replace(request, sampling=replace(request.sampling, max_tokens=1), kv_offer_id=request.id))
             while prefill.has_work:
                 for event in prefill.step():
                     if event.offer is not None:

@@ -11,6 +11,7 @@ from mtpserve.core.plan import NOT_FINITE, NewRequest, SpanPlan, SpanResult, Ste
 from mtpserve.core.request import Finish, Request, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.state.request_state import RequestState
+from mtpserve.engine.integrity import check_integrity
 from mtpserve.engine.queue import UNLIMITED, SchedulingPolicy, WaitingQueue
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.spans import deferred
@@ -40,7 +41,7 @@ def run(scheduler: Scheduler, planned: ScheduledStep, *, accept: int = 0, drafts
         tokens = [token] * (accepted + 1) if span.samples else []
         results.append(SpanResult(tokens, accepted, drafts if span.drafts_next else 0))
     outcomes = scheduler.commit(planned, StepResult(results))
-    scheduler.check_integrity()
+    check_integrity(scheduler)
     return outcomes
 
 
@@ -177,7 +178,7 @@ def test_the_youngest_gives_way_and_is_first_in_line() -> None:
     assert rows(planned) == [("a", 13, 1, 3), ("b", 13, 1, 3)]
     assert [req.id for req in scheduler.waiting] == ["c", "d"] and scheduler.preemptions == 1
     assert (youngest.num_computed_tokens, youngest.num_draft_tokens, youngest.cache.blocks, youngest.req_idx) == (0, 0, [], None)
-    scheduler.check_integrity()
+    check_integrity(scheduler)
 
 
 def test_the_least_urgent_gives_way_and_waits_behind_the_more_urgent() -> None:
@@ -186,7 +187,7 @@ def test_the_least_urgent_gives_way_and_waits_behind_the_more_urgent() -> None:
     assert [req.id for req in scheduler.running] == ["b", "c", "a"]
     assert ids(scheduler.plan(3).reqs) == ["b", "c"]  # d needs as many pages as are free, and one more
     assert [req.id for req in scheduler.waiting] == ["d", "a"] and scheduler.preemptions == 1
-    scheduler.check_integrity()
+    check_integrity(scheduler)
 
 
 def test_recomputation_stops_before_the_last_token_and_goes_on_with_drafts() -> None:
@@ -261,11 +262,11 @@ def test_a_failed_row_ends_its_request_only() -> None:
     outcomes = scheduler.commit(planned, StepResult([SpanResult([0], 0, 0, error=NOT_FINITE), SpanResult([1], 0, 0)]))
     assert [(outcome.req.id, outcome.tokens, outcome.req.finish) for outcome in outcomes] == [("a", [], Finish.ERROR), ("b", [1], None)]
     assert outcomes[0].req.error == NOT_FINITE
-    scheduler.check_integrity()
+    check_integrity(scheduler)
 
 
 def test_long_prompts_have_a_few_rows_in_every_other_step_beside_short_ones() -> None:
-    scheduler = make(service=SchedulingPolicy(long_prompt=8, long_rows=6, max_long=1))
+    scheduler = make(service=SchedulingPolicy(long_prompt_tokens=8, long_chunk_tokens=6, max_long_prompts=1))
     for name in ("long", "longer"):
         scheduler.add(request(name, 40))
     found = []
@@ -281,7 +282,7 @@ def test_long_prompts_have_a_few_rows_in_every_other_step_beside_short_ones() ->
 def test_admission_leaves_pages_for_those_that_run() -> None:
     """The first one may still produce 20 tokens, in 5 pages; the second one needs 4 of the 8 that are free."""
     for reserved, running in ((0.0, ["a", "b"]), (1.0, ["a"])):
-        scheduler = make(pages=12, service=SchedulingPolicy(reserved=reserved))
+        scheduler = make(pages=12, service=SchedulingPolicy(reserved_fraction=reserved))
         scheduler.add(request("a", 4))
         scheduler.add(request("b", 4))
         scheduler.plan(3)
@@ -306,7 +307,7 @@ def test_tokens_behind_a_stop_fill_no_page_that_others_find() -> None:
     assert rows(planned) == [("a", 4, 1, 3)]
     (outcome,) = scheduler.commit(planned, StepResult([SpanResult([1, EOS, 1, 1], 3, 0)]))
     assert outcome.tokens == [1, EOS] and req.cache.num_hashed_blocks == len(req.cache.block_hashes) == 1
-    scheduler.check_integrity()
+    check_integrity(scheduler)
 
 
 def test_a_request_s_stop_tokens_count_where_the_end_of_text_does_not() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, strategies as st
 
-from mtpserve.engine.queue import MOST_OVERTAKEN
+from mtpserve.engine.queue import MAX_OVERTAKEN
 from mtpserve.tools.simulate.costs import StepCost
 from mtpserve.tools.simulate.simulator import Simulated, percentile
 from mtpserve.tools.simulate.traces import TraceConversation, TraceTurn, random_trace
@@ -157,7 +157,7 @@ def test_nobody_starves_while_others_find_all_of_their_prompts(policy: str) -> N
     hot = [conversation(TraceTurn(SHARED["p"], range(10_000 + 9 * i, 10_008 + 9 * i)), at=0.01 * i) for i in range(600)]
     cold = conversation(TraceTurn(range(3000, 3040), [7]), at=1.0)
     result, scheduler = simulate(sorted([*hot, cold], key=lambda each: each.at), seats=4, steps=0, policy=policy, long_prompt=None, every=1)
-    assert scheduler.overtaken == {"fcfs": 0, "lpm": MOST_OVERTAKEN}[policy] and result.finished == 601
+    assert scheduler.overtaken == {"fcfs": 0, "lpm": MAX_OVERTAKEN}[policy] and result.finished == 601
 
 
 def test_a_schedule_gives_the_same_twice() -> None:

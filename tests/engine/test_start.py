@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
 from mtpserve.core.errors import LoadError
 from mtpserve.engine.startup import compute
-from mtpserve.engine.startup.start import build_engine
+from mtpserve.engine.startup.start import build_engine, try_out
 from mtpserve.spec.counts import new_stats
 from tests.engine.harness import REFERENCE, Bench
 from tests.runtime.recorders import Again
@@ -62,14 +62,14 @@ def test_an_engine_that_computes_nothing_does_not_start(fault: str) -> None:
     bench.runner.fail_ids = {"try out 0"} if fault == "numbers" else set()
     bench.runner.refuse_ids = {"try out 0"} if fault == "refused" else set()
     with pytest.raises(LoadError, match={"numbers": "NaN", "raises": "RuntimeError", "refused": "ValueError"}[fault]):
-        bench.engine.try_out()
+        try_out(bench.engine)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("context", [2, 200])
 def test_trying_out_leaves_nothing(context: int, overlap: int) -> None:
     bench = Bench(overlap=overlap, context=context)
-    bench.engine.try_out()
+    try_out(bench.engine)
     assert bench.runner.steps and not bench.engine.has_work
     assert bench.engine.stats == new_stats(3, 200)
     bench.engine.check_integrity()
@@ -84,7 +84,7 @@ def test_trying_out_draws_no_seed() -> None:
     for tried in (False, True):
         bench = Bench(noisy=True, drafts=0, random_seed=7)
         if tried:
-            bench.engine.try_out()
+            try_out(bench.engine)
         bench.add("a", prompt=[1, 2])
         bench.drain()
         texts.append(bench.texts["a"])
@@ -97,7 +97,7 @@ def test_trying_out_draws_no_seed() -> None:
 )
 def test_where_kernels_are_compiled_all_sizes_are_met_at_start(budget: int, context: int, lengths: list[int], overlap: int) -> None:
     bench = Bench(overlap=overlap, budget=budget, context=context, running=6)
-    bench.engine.try_out(compiles=True)
+    try_out(bench.engine, compiles=True)
     chunks = [[length for _, start, length, _ in spans if start == 0] for spans in bench.runner.steps]
     alone = [new[0] for new in chunks if len(new) == 1]
     assert alone[: 1 + len(lengths)] == [1, *lengths], "every chunk that a real prompt may be cut into, rounded to a power of two"
@@ -109,7 +109,7 @@ def test_where_kernels_are_compiled_all_sizes_are_met_at_start(budget: int, cont
 
 def test_without_a_compiler_a_few_tokens_are_enough() -> None:
     bench = Bench()
-    bench.engine.try_out()
+    try_out(bench.engine)
     assert sum(length for spans in bench.runner.steps for _, _, length, _ in spans) <= 4
 
 
@@ -127,8 +127,8 @@ def test_what_is_launched_at_start_is_not_replayed(eos: tuple[int, ...]) -> None
     """Graphs have been tried by their captures; what runs beside them has not."""
     recorder = Again()
     engine = tiny_engine(tiny_model(), 3, recorder=recorder, eos=eos, seats=4)
-    engine.try_out()
+    try_out(engine)
     before = list(recorder.replayed)
     assert before
-    engine.try_out(compiles=True)
+    try_out(engine, compiles=True)
     assert len(recorder.replayed) == 2 * len(before)

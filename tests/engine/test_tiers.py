@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mtpserve.cache.keys import extend, root
+from mtpserve.engine.startup.start import try_out
 from tests import selection
 from tests.engine.fake_runner import greedy_text
 from tests.engine.harness import OUTPUT, VOCAB, Bench
@@ -210,7 +211,7 @@ def test_a_trial_leaves_the_tiers_alone() -> None:
     alone(bench, "first", SHARED)
     push_out(bench, "other", 4)
     files = dict(bench.runner.disk.files)
-    bench.engine.try_out(compiles=True)
+    try_out(bench.engine, compiles=True)
     assert files.items() <= bench.runner.disk.files.items()
     assert not any(set(content) == {0} for content in bench.runner.disk.files.values()), "a trial's own pages"
     assert alone(bench, "second", SHARED) == 39

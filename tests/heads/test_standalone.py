@@ -17,6 +17,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.planning import lookahead_of, plan
+from mtpserve.engine.startup.start import try_out
 from mtpserve.heads.standalone import StandaloneModel
 from mtpserve.tools.prove.proof import prove
 from mtpserve.weights.checkpoint.hub import fetched
@@ -130,7 +131,7 @@ def test_traces_counters_and_the_log_call_it_by_its_algorithm(tmp_path: Path, ca
     llama(tmp_path)
     engine = build_engine(config_of(tmp_path, drafted(tmp_path)))
     with caplog.at_level("INFO"):
-        engine.try_out()
+        try_out(engine)
     assert engine.card.algorithm == "STANDALONE" and "the draft model (standalone) was tried out" in caplog.text
     engine.add(Request("a", prompts()[0], GREEDY))
     events = [event for _ in range(3) for event in engine.step()]

@@ -65,12 +65,12 @@ def test_vllms_fields(served: Any, route: str) -> None:
     client, http = served("prefill")
     assert send(http, "POST", route, json=ROUTES[route] | {"kv_transfer_params": TO_PREFILL}).status_code == 200
     asked = client.submitted[-1]
-    assert asked.lease is not None and asked.lease.endswith("/0") and asked.source is None
+    assert asked.kv_offer_id is not None and asked.kv_offer_id.endswith("/0") and asked.source is None
     assert (asked.sampling.max_tokens, asked.sampling.min_tokens) == (1, 0), "the text is the other node's"
     client, http = served("decode")
     assert send(http, "POST", route, json=ROUTES[route] | {"kv_transfer_params": TO_DECODE}).status_code == 200
     asked = client.submitted[-1]
-    assert asked.source == PageSource("127.0.0.1", 8998, "r/0") and asked.lease is None and asked.sampling.max_tokens == 8
+    assert asked.source == PageSource("127.0.0.1", 8998, "r/0") and asked.kv_offer_id is None and asked.sampling.max_tokens == 8
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -79,7 +79,7 @@ def test_sglangs_fields(served: Any, route: str, listed: bool) -> None:
     fields = {name: [value] if listed else value for name, value in ROOM.items()}
     client, http = served("prefill")
     assert send(http, "POST", route, json=ROUTES[route] | fields).status_code == 200
-    assert client.submitted[-1].lease == "room 77/0" and client.submitted[-1].sampling.max_tokens == 1
+    assert client.submitted[-1].kv_offer_id == "room 77/0" and client.submitted[-1].sampling.max_tokens == 1
     client, http = served("decode", disaggregation_bootstrap_port=9001)
     assert send(http, "POST", route, json=ROUTES[route] | fields).status_code == 200
     assert client.submitted[-1].source == PageSource("127.0.0.1", 8998, "room 77/0", waits=True)
@@ -99,7 +99,7 @@ def test_nothing_is_asked_for(served: Any) -> None:
     client, http = served("null")
     nothing = dict.fromkeys(ROOM) | {"kv_transfer_params": {"do_remote_decode": False, "do_remote_prefill": False}}
     assert send(http, "POST", "/v1/completions", json=ROUTES["/v1/completions"] | nothing).status_code == 200
-    assert client.submitted[-1].lease is None and client.submitted[-1].source is None
+    assert client.submitted[-1].kv_offer_id is None and client.submitted[-1].source is None
 
 
 @pytest.mark.parametrize(

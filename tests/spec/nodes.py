@@ -28,7 +28,7 @@ def node(mode: str, model: Any, shape: str = "chain", facts: dict[str, str] = FA
 
 
 def ask(engine: Engine, name: str, prompt: list[int], **asked: Any) -> None:
-    request = {field: asked.pop(field) for field in ("source", "lease", "salt") if field in asked}
+    request = {field: asked.pop(field) for field in ("source", "kv_offer_id", "salt") if field in asked}
     engine.add(Request(name, prompt, SamplingParams(**{"max_tokens": 18} | asked), **request))
 
 
@@ -45,7 +45,7 @@ def drain(*engines: Engine) -> dict[str, list[TokenEvent]]:
 
 def prefilled(engine: Engine, prompt: list[int], name: str = "p", lease: str = "L", **asked: Any) -> PageOffer:
     """As a router does it: one token of which nobody hears."""
-    ask(engine, name, prompt, lease=lease, max_tokens=1, **asked)
+    ask(engine, name, prompt, kv_offer_id=lease, max_tokens=1, **asked)
     offer = drain(engine)[name][-1].offer
     assert offer is not None
     return offer
@@ -75,13 +75,13 @@ def computed_here(decode: Engine, model: Any, source: PageSource, reason: str, l
 
 def later(prefill: Engine) -> None:
     """When all leases are over."""
-    assert prefill._tiers is not None and prefill._tiers.sender is not None
-    prefill._tiers.sender._leases.clock = lambda: monotonic() + 100
+    assert prefill._kv_connector is not None and prefill._kv_connector.sender is not None
+    prefill._kv_connector.sender._leases.clock = lambda: monotonic() + 100
     _ = prefill.stats
-    prefill._tiers.sender._leases.clock = monotonic
+    prefill._kv_connector.sender._leases.clock = monotonic
 
 
 def free_blocks(engine: Engine) -> bool:
-    tiers = engine._tiers
-    assert tiers is not None
-    return all(not any(host.pins) and len(host.free) + len(host.blocks) == len(host.pins) for host in tiers.groups)
+    kv_connector = engine._kv_connector
+    assert kv_connector is not None
+    return all(not any(host.pins) and len(host.free) + len(host.blocks) == len(host.pins) for host in kv_connector.groups)

@@ -11,6 +11,7 @@ from mtpserve.config import SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.startup.start import try_out
 from mtpserve.runtime.graphs.graphs import usual
 from tests import selection
 from tests.runtime.recorders import Again, runner_of
@@ -45,7 +46,7 @@ def erratic(engine: Engine, seed: int, calm: int = 0) -> Engine:
         if not calm and dice.random() < 0.3:
             return choose(seqs)
         for seq in seqs:
-            seq.max_draft_tokens = dice.choice([None, *range(policy.sizes.num_proposed + 1)])
+            seq.draft.max_draft_tokens = dice.choice([None, *range(policy.sizes.num_proposed + 1)])
         return dice.randint(0, policy.deepest)
 
     policy.choose = chosen  # type: ignore[method-assign]
@@ -117,7 +118,7 @@ def test_lossy_thresholds_fix_the_depth() -> None:
 
 def test_a_depth_of_zero_is_measured_and_left_again() -> None:
     engine = tiny_engine(tiny_model(), CHAIN, adaptive=True)
-    engine.try_out()
+    try_out(engine)
     assert engine.policy is not None and engine.policy.forced is None
     assert {key.passes for key in engine.policy.times.cells} >= {0, 1, 3}
     assert engine.stats.draft_tokens_total == 0 and not engine.has_work

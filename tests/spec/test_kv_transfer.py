@@ -60,7 +60,7 @@ def test_choices_of_one_prompt_share_what_comes() -> None:
     model = tiny_model()
     prefill, decode = node("prefill", model), node("decode", model)
     for i in range(3):
-        ask(prefill, f"p{i}", PROMPT, lease="L", max_tokens=1)
+        ask(prefill, f"p{i}", PROMPT, kv_offer_id="L", max_tokens=1)
     offer = drain(prefill)["p0"][-1].offer
     assert offer is not None
     for i in range(3):
@@ -84,7 +84,7 @@ def test_a_decode_node_waits_for_a_prompt_that_is_still_being_computed() -> None
     while not any(event.id == "other" and event.finish for event in seen):
         seen += decode.step()
     assert {event.id for event in seen} == {"other"}
-    ask(prefill, "p", PROMPT, lease="room", max_tokens=1)
+    ask(prefill, "p", PROMPT, kv_offer_id="room", max_tokens=1)
     events = drain(prefill, decode)["d"]
     assert (
         facts(events) == facts(single(model, "chain", PROMPT, temperature=0.0)) and sum(event.num_cached_tokens for event in events) == 36
@@ -97,7 +97,7 @@ def test_nobody_waits_for_a_prompt_that_will_not_be_computed() -> None:
     here = source(prefilled(prefill, [1, 2, 3, 4, 5]), lease="room", waits=True)
     ask(decode, "d", PROMPT, source=here, temperature=0.0)
     decode.step()
-    ask(prefill, "p", PROMPT, lease="room", max_tokens=1)
+    ask(prefill, "p", PROMPT, kv_offer_id="room", max_tokens=1)
     prefill.abort("p")
     assert facts(drain(prefill, decode)["d"]) == facts(single(model, "chain", PROMPT, temperature=0.0))
 
@@ -138,7 +138,7 @@ def test_many_at_once_with_too_little_memory(family: str, shape: str) -> None:
         for seed, (name, prompt) in enumerate(here.items()):
             ask(engine, name, prompt, temperature=0.8, seed=seed, max_tokens=40)
     for name, prompt in asked.items():
-        ask(prefill, name, prompt, lease=name, max_tokens=1)
+        ask(prefill, name, prompt, kv_offer_id=name, max_tokens=1)
         ask(alone, name, prompt, temperature=0.8, seed=int(name))
     offers = {name: events[-1].offer for name, events in drain(prefill).items()}
     for name, prompt in asked.items():

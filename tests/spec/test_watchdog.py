@@ -23,6 +23,7 @@ from mtpserve.engine.depth import watchdog
 from mtpserve.engine.depth.watchdog import BACK_OFF_S, DOUBT_S, ENOUGH, EVIDENCE, LONGEST_S, SEAT_S, WINDOW, Watchdog
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.start import try_out
 from tests.runtime.recorders import draft_one_by_one
 from tests.tiny import run, tiny_engine, tiny_model
 
@@ -286,10 +287,10 @@ def serve(engine: Engine, steps: int, until: Callable[[], bool] = lambda: False)
 def test_a_head_that_breaks_while_serving(how: str, shape: dict[str, Any], adaptive: bool, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     engine = demo(adaptive=adaptive, **shape)
-    engine._watchdog.clock = lambda: now[0]
+    engine.watchdog.clock = lambda: now[0]
     if engine.policy is not None:  # drafting that works is worth its time on any machine
         engine.policy.times.seconds = lambda work: 0.001 * (1 + 0.02 * work.passes)  # type: ignore[method-assign]
-    engine.try_out()
+    try_out(engine)
     health = engine.stats.draft_health
     assert health.state == "ok" and health.start is not None and health.start > 0.4
     assert engine.stats.drafts_total == 0 and engine.stats.pages_used == engine.stats.pages_cached == 0
@@ -316,8 +317,8 @@ def test_a_head_that_breaks_while_serving(how: str, shape: dict[str, Any], adapt
 def test_a_head_that_gets_worse_while_serving() -> None:
     """Two of three of its outputs are zero."""
     engine = demo(adaptive=False)
-    engine._watchdog.clock = lambda: 0.0
-    engine.try_out()
+    engine.watchdog.clock = lambda: 0.0
+    try_out(engine)
     health = engine.stats.draft_health
     damage(engine, "often zeros")
     serve(engine, 600, lambda: health.state != "ok")
@@ -327,8 +328,8 @@ def test_a_head_that_gets_worse_while_serving() -> None:
 def test_texts_are_the_same_through_all_of_it() -> None:
     # At a fixed depth: on a busy machine drafting may not be worth its time, and what is not drafted shows no fault.
     engine = demo(adaptive=False)
-    engine._watchdog.clock = lambda: 0.0
-    engine.try_out()
+    engine.watchdog.clock = lambda: 0.0
+    try_out(engine)
     prompts = [[(101 * i + j) % 2000 for j in range(6)] for i in range(8)]
     long = SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
     plain = run(engine, prompts, long)
@@ -351,8 +352,8 @@ def test_a_checkpoint_whose_draft_layer_is_random_is_named_at_start(tmp_path: Pa
         save_file(tensors, file, {"format": "pt"})
     assert changed > 3
     engine = demo(directory)
-    engine._watchdog.clock = lambda: 0.0
-    engine.try_out()
+    engine.watchdog.clock = lambda: 0.0
+    try_out(engine)
     health = engine.stats.draft_health
     assert health.state == "weak" and health.start is not None and health.start < 0.2 and health.faults_total == 1
     (said,) = [record.message for record in caplog.records if record.name == watchdog.__name__]
@@ -368,13 +369,13 @@ def engine_layers(directory: Path) -> int:
 @pytest.mark.parametrize("floor", [None, 0.4])
 def test_a_tiny_models_head_is_weak(floor: float | None) -> None:
     engine = tiny_engine(tiny_model(), 2, floor=floor)
-    engine._watchdog.clock = lambda: 0.0
-    engine.try_out()
+    engine.watchdog.clock = lambda: 0.0
+    try_out(engine)
     assert engine.stats.draft_health.state == ("off" if floor is None else "weak")
     assert engine.stats.pages_cached == engine.stats.draft_tokens_total == 0
 
 
 def test_nothing_is_watched_where_acceptance_is_synthetic_or_n_grams_draft() -> None:
-    assert tiny_engine(tiny_model(), 2, floor=0.4, rates=[0.5, 0.5])._watchdog.health.state == "off"
+    assert tiny_engine(tiny_model(), 2, floor=0.4, rates=[0.5, 0.5]).watchdog.health.state == "off"
     ngram = SpecConfig(speculative_algorithm="NGRAM", speculative_num_steps=2)
-    assert tiny_engine(tiny_model(), ngram, floor=0.4)._watchdog.health.state == "off"
+    assert tiny_engine(tiny_model(), ngram, floor=0.4).watchdog.health.state == "off"

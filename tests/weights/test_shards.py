@@ -98,7 +98,7 @@ def test_eight_ranks_have_all_of_published_models(tmp_path: Path, config: dict[s
 
 
 def test_experts_in_any_order() -> None:
-    class Held(nn.Module):
+    class BlockList(nn.Module):
         experts_first, added_once = True, ("bias",)
 
         def __init__(self, held: tuple[int, ...] | None) -> None:
@@ -108,7 +108,7 @@ def test_experts_in_any_order() -> None:
             self.bias = nn.Parameter(torch.empty(number, 2))
             self.parts = {"up": (2, 2), "bias": (2,)}
 
-    found = shards_of(Held(None), Held((5, 0, 1)), PlannedRank(1, 2))
+    found = shards_of(BlockList(None), BlockList((5, 0, 1)), PlannedRank(1, 2))
     whole, own = torch.arange(48).view(6, 4, 2), torch.empty(3, 4, 2, dtype=torch.int64)
     for move in found["up"].moves():
         move.of(own).copy_(whole[move.taken])

@@ -8,12 +8,12 @@ from mtpserve.core.kv_transfer import PageOffer
 
 
 @dataclass(slots=True)
-class Held:
+class BlockList:
     """A request's pages of one group: those of the blocks of its block table from `first` on."""
 
     first: int = 0
     pages: list[int] = field(default_factory=list)
-    planned: int = 0  # the block after the last that a plan has named: the runner knows those before it
+    planned_end: int = 0  # the block after the last that a plan has named: the runner knows those before it
 
     @property
     def end(self) -> int:
@@ -25,7 +25,7 @@ class Held:
 class CacheState:
     """A block is an index into the request's block table; see `cache/keys` for the keys of whole blocks."""
 
-    blocks: list[Held] = field(default_factory=list)  # by group of pages; empty while the request waits
+    blocks: list[BlockList] = field(default_factory=list)  # by group of pages; empty while the request waits
     has_new_blocks: bool = False  # it holds pages that no plan has named
     hash_root: bytes | None = None  # what the key of its first block continues; None: it shares no pages
     block_hashes: list[bytes] = field(

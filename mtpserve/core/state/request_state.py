@@ -101,3 +101,11 @@ class RequestState:
             raise RuntimeError(
                 f"request {self.id}: {scheduled} tokens scheduled, {computed} computed, {outputs} outputs"
             )
+
+    def check_waiting(self) -> None:
+        """Raises RuntimeError where a waiting request holds anything."""
+        counts = self.num_computed_tokens, self.num_draft_tokens
+        if self.cache.blocks or self.req_idx is not None or any(counts):
+            raise RuntimeError(
+                f"request {self.id} waits but holds {self.cache.blocks} and row {self.req_idx}"
+            )

@@ -18,9 +18,9 @@ from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.config import CacheConfig, DisaggregationConfig
 from mtpserve.core.errors import ConfigError
+from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.pages.kv_receiver import KVReceiver
 from mtpserve.engine.pages.kv_sender import Exporter, KVSender
-from mtpserve.engine.pages.tiers import Tiers
 from mtpserve.runtime.paging import GroupBlocks, Transfers, block_bytes, host_blocks, parts_of
 from mtpserve.runtime.remote.client import PageClient
 from mtpserve.runtime.remote.nixl import Nixl
@@ -72,7 +72,7 @@ def make_tiers(
     groups: PageGroups,
     fingerprint: bytes | None,
     recorder: object | None,
-) -> tuple[Tiers | None, Transfers | None]:
+) -> tuple[KVConnector | None, Transfers | None]:
     """And what moves pages between them. None: there are none; ranks but the first only move their parts.
     Raises ConfigError."""
     cache, size, nodes = options.cache, options.host, options.nodes
@@ -109,13 +109,13 @@ def make_tiers(
         size / 2**30,
         cache.kv_offload_dir or "none on disk",
     )
-    tiers = Tiers(groups, counts, disk)
+    kv_connector = KVConnector(groups, counts, disk)
     facts = dict(options.facts) | {
         "protocol": VERSION,
         "layout": ", ".join(f"{bytes} bytes" for bytes in block_sizes),
     }
-    remote = link_nodes(tiers, options, groups, facts, blocks, shared)
-    return tiers, Transfers(moved, disk, remote)
+    remote = link_nodes(kv_connector, options, groups, facts, blocks, shared)
+    return kv_connector, Transfers(moved, disk, remote)
 
 
 def host_counts(options: TierOptions, block_sizes: Seq[int], groups: PageGroups) -> list[int]:
@@ -134,7 +134,7 @@ def host_counts(options: TierOptions, block_sizes: Seq[int], groups: PageGroups)
 
 
 def link_nodes(
-    tiers: Tiers,
+    kv_connector: KVConnector,
     options: TierOptions,
     groups: PageGroups,
     facts: dict[str, str],
@@ -149,11 +149,13 @@ def link_nodes(
     if backend == "nixl" and nodes.role is not None:
         nixl = Nixl(blocks if shared is None else [shared.whole])
     if nodes.pulls:
-        tiers.receiver = KVReceiver(tiers, groups)
+        kv_connector.receiver = KVReceiver(kv_connector, groups)
         remote = PageClient(facts, nodes.disaggregation_timeout, backend, nixl)
     if shared is not None and nodes.keeps:
         leases = Leases(nodes.disaggregation_lease)
         server = PageServer(nodes.host, nodes.port(options.engine), facts, shared, leases, nixl)
-        tiers.sender = KVSender(tiers, groups, leases, Exporter(server.engine, server.host, server.port))
-        tiers.on_close = server.close
+        kv_connector.sender = KVSender(
+            kv_connector, groups, leases, Exporter(server.engine, server.host, server.port)
+        )
+        kv_connector.on_close = server.close
     return remote

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.plan import SpanPlan
-from mtpserve.core.state.cache_state import Held
+from mtpserve.core.state.cache_state import BlockList
 from mtpserve.core.state.request_state import RequestState
 
 
@@ -98,7 +98,7 @@ class OutputStates:
             self._free(last_states.next)
             last_states.next = None
 
-    def leave(self, req: RequestState, trusted: bool) -> list[Held]:
+    def leave(self, req: RequestState, trusted: bool) -> list[BlockList]:
         """A request gives its pages back → the state that others find from now on, by group of pages; empty:
         none. Not `trusted`: its numbers may be wrong."""
         last_states = self._own.pop(req.id, LastStates())

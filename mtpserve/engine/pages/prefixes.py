@@ -18,9 +18,9 @@ from mtpserve.core.plan import SpanPlan
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.request import Finish
 from mtpserve.core.state.request_state import RequestState
+from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.pages.kv_sender import KVSender
 from mtpserve.engine.pages.output_states import OutputStates
-from mtpserve.engine.pages.tiers import Tiers
 
 KEEP_EVERY = 2048  # tokens of a prompt, after which a state is kept in addition
 PATIENCE = 3  # loadings for which a request waits before it starts with what is there
@@ -28,13 +28,16 @@ PATIENCE = 3  # loadings for which a request waits before it starts with what is
 
 class Prefixes:
     def __init__(
-        self, pages: PageGroups, observer: CacheObserver | None = None, tiers: Tiers | None = None
+        self,
+        pages: PageGroups,
+        observer: CacheObserver | None = None,
+        kv_connector: KVConnector | None = None,
     ) -> None:
-        self._pages, self._observer, self._tiers = pages, observer, tiers
+        self._pages, self._observer, self._kv_connector = pages, observer, kv_connector
         self._outputs = OutputStates(pages)
         pages.on_evict = self._evicted
-        if tiers is not None:
-            tiers.on_gone = self._gone
+        if kv_connector is not None:
+            kv_connector.on_gone = self._gone
         self._announced: set[Key] = set()  # what observers take for there; kept with tiers alone
         # keys of pages that are being computed, and for which request
         self._pending_keys: dict[Key, str] = {}
@@ -76,9 +79,9 @@ class Prefixes:
     def _waits(self, req: RequestState, keys: Seq[Key], columns: int) -> bool:
         """For pages on their way from below the device. Not for ever: what one request waits for may push out
         what others waited for."""
-        if self._tiers is None or req.cache.num_kv_loads >= PATIENCE:
-            return self._tiers is not None and self._tiers.is_loading(req.cache.kv_load)
-        number = self._tiers.bring(keys, columns)
+        if self._kv_connector is None or req.cache.num_kv_loads >= PATIENCE:
+            return self._kv_connector is not None and self._kv_connector.is_loading(req.cache.kv_load)
+        number = self._kv_connector.bring(keys, columns)
         if number is not None and number != req.cache.kv_load:
             req.cache.kv_load, req.cache.num_kv_loads = number, req.cache.num_kv_loads + 1
         return number is not None
@@ -165,12 +168,12 @@ class Prefixes:
             req.cache.has_new_blocks |= self._pages.label(
                 req.cache.blocks, req.cache.block_hashes, req.cache.num_hashed_blocks, columns
             )
-            self._arrived(req, req.cache.num_hashed_blocks, columns)
-            self._tell(req, max(req.cache.num_hashed_blocks, req.cache.blocks[0].first), columns)
+            self._resolve_pending(req, req.cache.num_hashed_blocks, columns)
+            self._announce(req, max(req.cache.num_hashed_blocks, req.cache.blocks[0].first), columns)
             req.cache.num_hashed_blocks = columns
         if req.num_output_tokens > 0 and req.cache.num_verified_blocks < req.cache.num_hashed_blocks:
-            if self._tiers is not None:
-                self._tiers.completed(
+            if self._kv_connector is not None:
+                self._kv_connector.completed(
                     req.cache.blocks,
                     req.cache.block_hashes,
                     req.cache.num_verified_blocks,
@@ -184,23 +187,23 @@ class Prefixes:
         """A request gives its pages back. Not `trusted`: its numbers may have been wrong long before they
         showed, and nobody finds them in any tier; neither those that it had found itself, which may be
         why."""
-        self._arrived(req, req.cache.num_hashed_blocks, len(req.cache.block_hashes))
+        self._resolve_pending(req, req.cache.num_hashed_blocks, len(req.cache.block_hashes))
         if (
-            self._tiers is not None
-            and self._tiers.sender is not None
-            and req.request.lease is not None
+            self._kv_connector is not None
+            and self._kv_connector.sender is not None
+            and req.request.kv_offer_id is not None
             and req.finish is not None
         ):
-            self._export(req, req.request.lease, self._tiers.sender)
+            self._export(req, req.request.kv_offer_id, self._kv_connector.sender)
         state = self._outputs.leave(req, trusted) if self._pages.has_states else []
-        if state and self._tiers is not None:
-            self._tiers.completed(state, req.cache.block_hashes, state[-1].first, state[-1].end)
+        if state and self._kv_connector is not None:
+            self._kv_connector.completed(state, req.cache.block_hashes, state[-1].first, state[-1].end)
         if trusted:
             return
         lost = self._pages.unlabel(req.cache.blocks)
         self._pages.unlabel_states(req.cache.block_hashes)
-        if self._tiers is not None:
-            self._tiers.distrust(req.cache.block_hashes)
+        if self._kv_connector is not None:
+            self._kv_connector.distrust(req.cache.block_hashes)
         for key in lost[0] if lost else []:
             self._gone(key)
 
@@ -220,9 +223,9 @@ class Prefixes:
     def _waits_for_transfer(self, req: RequestState, keys: Seq[Key]) -> bool:
         """Whether pages are still to come from another node."""
         return (
-            self._tiers is not None
-            and self._tiers.receiver is not None
-            and self._tiers.receiver.waits(req, keys)
+            self._kv_connector is not None
+            and self._kv_connector.receiver is not None
+            and self._kv_connector.receiver.waits(req, keys)
         )
 
     @property
@@ -233,8 +236,8 @@ class Prefixes:
     def forget(self, running: Iterable[RequestState]) -> None:
         """Empty the cache. What requests hold is found again once they have computed another page."""
         self._pages.forget()
-        if self._tiers is not None:
-            self._tiers.forget()
+        if self._kv_connector is not None:
+            self._kv_connector.forget()
         self._announced.clear()
         if self._observer is not None:
             self._observer.cleared()
@@ -242,8 +245,8 @@ class Prefixes:
             req.cache.num_hashed_blocks = req.cache.num_verified_blocks = 0
 
     def _evicted(self, group: int, page: int, key: Key) -> None:
-        if self._tiers is not None:
-            self._tiers.evicted(group, page, key)
+        if self._kv_connector is not None:
+            self._kv_connector.evicted(group, page, key)
         elif group == 0:
             self._gone(key)
 
@@ -253,7 +256,7 @@ class Prefixes:
         if self._observer is not None:
             self._observer.removed([key], "device")
 
-    def _tell(self, req: RequestState, first: int, end: int) -> None:
+    def _announce(self, req: RequestState, first: int, end: int) -> None:
         """Observers hear of these columns of a request: no pages that a window has passed, which are not
         found."""
         size, parent = self._pages.page_size, req.cache.block_hashes[first - 1] if first else None
@@ -261,21 +264,21 @@ class Prefixes:
             self._observer.stored(
                 req.cache.block_hashes[first:end], parent, req.tokens[first * size : end * size], "device"
             )
-            if self._tiers is not None:
+            if self._kv_connector is not None:
                 self._announced.update(req.cache.block_hashes[first:end])
 
     def _tell_again(self, req: RequestState, columns: int) -> None:
         """Of pages that came back from the disk: observers took them for gone."""
-        if self._observer is not None and self._tiers is not None:
+        if self._observer is not None and self._kv_connector is not None:
             for column in self._pages.needed(columns)[0] if columns else ():
                 if req.cache.block_hashes[column] not in self._announced:
-                    self._tell(req, column, column + 1)
+                    self._announce(req, column, column + 1)
 
     def _extend(self, req: RequestState, end: int) -> None:
         if req.cache.hash_root is not None:
             extend(req.cache.block_hashes, req.cache.hash_root, req.tokens, end, self._pages.page_size)
 
-    def _arrived(self, req: RequestState, first: int, end: int) -> None:
+    def _resolve_pending(self, req: RequestState, first: int, end: int) -> None:
         """These columns of a request are there, or it will not compute them."""
         for key in req.cache.block_hashes[first:end]:
             if self._pending_keys.get(key) == req.id:

@@ -44,8 +44,8 @@ from mtpserve.core.protocols.runner import ModelRunner
 from mtpserve.engine.depth.watchdog import Watchdog
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
+from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.pages.kv_offload import TierOptions, make_tiers, page_parts
-from mtpserve.engine.pages.tiers import Tiers
 from mtpserve.engine.parallel.ranks import EveryRank, RankProcesses
 from mtpserve.runtime.device_requests import DeviceRequests, RequestKernels
 from mtpserve.runtime.exact import ExactModel
@@ -291,7 +291,7 @@ class Computing:
     runner: Runner
     grammars: PreparedGrammars | None
     pages: PageGroups
-    tiers: Tiers | None
+    kv_connector: KVConnector | None
     drafts: bool  # by a model
     finds: bool  # prefixes: they are of no use without the state after them
 
@@ -345,7 +345,7 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
     pages = PageGroups(
         page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.step_tokens, sizes.states or None
     )
-    tiers, transfers = make_tiers(
+    kv_connector, transfers = make_tiers(
         options.below, page_parts(stores, states, passes, pages), pages, options.fingerprint, options.recorder
     )
     drafters, graphs = (
@@ -353,7 +353,9 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
         options.graphs(step, sampling),
     )
     runner = Runner(step, sampling, graphs, options.overlap > 0, grammars, transfers, drafters)
-    return Computing(runner, grammars, pages, tiers, passes is not None, states is None or sizes.states > 0)
+    return Computing(
+        runner, grammars, pages, kv_connector, passes is not None, states is None or sizes.states > 0
+    )
 
 
 def prepared(grammars: GrammarCompiler, others: RankProcesses | None) -> PreparedGrammars:
@@ -373,7 +375,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         runner_of(parts.runner, options),
         options.scheduler,
         pages=parts.pages,
-        tiers=parts.tiers,
+        kv_connector=parts.kv_connector,
         max_running=sizes.seats,
         context_length=sizes.context,
         vocab=model.arch.vocab,

@@ -90,7 +90,9 @@ class Handover:
             )
         if not self.keeps:
             return request
-        return replace(request, lease=lease, sampling=replace(request.sampling, max_tokens=1, min_tokens=0))
+        return replace(
+            request, kv_offer_id=lease, sampling=replace(request.sampling, max_tokens=1, min_tokens=0)
+        )
 
 
 NOTHING = Handover()

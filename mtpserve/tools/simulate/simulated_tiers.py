@@ -1,5 +1,5 @@
 """Tiers below a simulated device: how long pages take between device, host memory and disk, and what the disk
-has. Which pages move, engine/pages/tiers says, as it does for a real device; no byte moves.
+has. Which pages move, engine/pages/kv_connector says, as it does for a real device; no byte moves.
 
 Each way is a link of its own on which pages follow each other: to the host, to the device, to the disk, from
 the disk.

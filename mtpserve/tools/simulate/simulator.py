@@ -30,7 +30,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.depth.policy import DepthPolicy
 from mtpserve.engine.depth.step_shapes import passes_of
-from mtpserve.engine.pages.tiers import Tiers
+from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.queue import SchedulingPolicy
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.steps import RequestOutput, ScheduledStep
@@ -96,7 +96,7 @@ class InSimulation:
 
 
 class Simulation:
-    """`scheduler` works on `pages`, with tiers below them if there are `transfers`. `watch` is called after
+    """`scheduler` works on `pages`, with kv_connector below them if there are `transfers`. `watch` is called after
     each step was planned. `cache.num_cached_tokens`: a prefix cache is used. One run each."""
 
     def __init__(
@@ -329,13 +329,16 @@ def simulation_of(
     seats = scheduler.max_running_requests or max(1, crowd)
     pages = PageGroups([None], [pool_tokens // page_size], page_size, budget)
     service = SchedulingPolicy.of(scheduler, None)
-    cached, tiers, transfers = not config.cache.disable_radix_cache, None, None
+    cached, kv_connector, transfers = not config.cache.disable_radix_cache, None, None
     if cached and below is not None and below.host > 0:
         disk = None if below.disk is None else SimulatedDisk(below.disk)
-        tiers, transfers = Tiers(pages, [below.host], disk), SimulatedTransfers(below.times, disk)
+        kv_connector, transfers = (
+            KVConnector(pages, [below.host], disk),
+            SimulatedTransfers(below.times, disk),
+        )
     policy = DepthPolicy(device.sizes, config.spec.steps) if config.spec.adaptive else None
     device_scheduler = device.limited(Scheduler)(
-        pages, max_running=seats, token_budget=budget, eos_ids=(), service=service, tiers=tiers
+        pages, max_running=seats, token_budget=budget, eos_ids=(), service=service, kv_connector=kv_connector
     )
     return Simulation(
         device_scheduler,

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key
 from mtpserve.core.plan import Transfer, Transferred
-from mtpserve.core.state.cache_state import Held
+from mtpserve.core.state.cache_state import BlockList
 from mtpserve.core.state.request_state import RequestState as Live
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.pages.host import Disk, HostMemory
@@ -53,14 +53,14 @@ class Loading:
 
     number: int
     keys: Sequence[Key]
-    held: list[Held]  # of the device, with those that were there already
+    held: list[BlockList]  # of the device, with those that were there already
     missing: list[Missing]
     open: set[int]  # numbers of its transfers
     fetched: bool = False
     good: bool = True
 
 
-class Tiers(HostMemory):
+class KVConnector(HostMemory):
     """`blocks`: in host memory, of each group of `pages`."""
 
     def __init__(self, pages: PageGroups, blocks: Sequence[int], disk: Disk | None = None) -> None:
@@ -85,7 +85,7 @@ class Tiers(HostMemory):
         )
 
     @property
-    def holders(self) -> list[list[Held]]:
+    def holders(self) -> list[list[BlockList]]:
         """Of the device's pages, besides requests."""
         return [loading.held for loading in self.loadings]
 
@@ -111,7 +111,7 @@ class Tiers(HostMemory):
             self.dropped += 1
             self._left(group, key)
 
-    def completed(self, held: Sequence[Held], keys: Sequence[Key], first: int, end: int) -> None:
+    def completed(self, held: Sequence[BlockList], keys: Sequence[Key], first: int, end: int) -> None:
         """A request's pages of these columns have got their keys."""
         if self._disk is None:
             return
