@@ -36,7 +36,8 @@ from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.models import deepseek, gqa, nemotron_h, qwen3_next
 from mtpserve.quant.unquantized import Unquantized
-from mtpserve.runtime.graphs.graphs import GraphCapturer, StepGraphs
+from mtpserve.runtime.graphs.capture import GraphCapturer
+from mtpserve.runtime.graphs.graphs import StepGraphs
 
 CPU, VOCAB, CONTEXT = torch.device("cpu"), 37, 160
 BACKENDS = WeakKeyDictionary[DecoderModel, str]()  # the attention that goes with a tiny model's kernels

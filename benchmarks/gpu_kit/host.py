@@ -23,7 +23,8 @@ from gpu_kit.timing import Alarm
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
-from mtpserve.runtime.graphs.graphs import Body, GraphOutput, StepGraphs
+from mtpserve.runtime.graphs.capture import Body, GraphOutput
+from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.transfer import Download
 
@@ -45,7 +46,7 @@ class StepTimes:
 
 
 class TimedGraphs:
-    """mtpserve.runtime.graphs.graphs.GraphCapturer: what it gives out is timed by the device's events."""
+    """mtpserve.runtime.graphs.capture.GraphCapturer: what it gives out is timed by the device's events."""
 
     def __init__(self, device_config: DeviceConfig, alarm: Alarm, step: Callable[[], StepTimes]) -> None:
         self.inner, self.step, self.on_gpu = recorder_of(device_config.device, alarm), step, device_config.device.type == "cuda"

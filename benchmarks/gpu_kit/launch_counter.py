@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from gpu_kit.launches import Launch, LaunchRecorder, recording
 from gpu_kit.models import Cell, DeviceConfig, engine_of, fake_model, key_of, runner_of, traffic_of
-from mtpserve.runtime.graphs.graphs import Body, GraphOutput
+from mtpserve.runtime.graphs.capture import Body, GraphOutput
 from mtpserve.runtime.transfer import staged
 
 PROCESSORS = 132  # of an H100 and an H200
@@ -72,7 +72,7 @@ def fake() -> Iterator[None]:
 
 
 class CountingRecorder:
-    """runtime.graphs.graphs.GraphCapturer that captures nothing: it writes down the launches of the body's second run, without memory."""
+    """runtime.graphs.capture.GraphCapturer that captures nothing: it writes down the launches of the body's second run, without memory."""
 
     def __init__(self) -> None:
         self.recorder: LaunchRecorder | None = None

@@ -18,14 +18,14 @@ from gpu_kit.models import Cell, DeviceConfig, engine_of, key_of, random_model, 
 from gpu_kit.predict import Ceilings, prediction_of
 from gpu_kit.timing import Alarm, event_us, host_us
 from mtpserve.layers.decoder import DecoderModel
-from mtpserve.runtime.graphs.graphs import Body, CudaGraphCapturer, GraphCapturer, GraphOutput
+from mtpserve.runtime.graphs.capture import Body, CudaGraphCapturer, GraphCapturer, GraphOutput
 
 WARM_UPS, REPLAYS, PROFILED = 5, 30, 3
 PROFILES = 2  # attempts
 
 
 class StepRecorder:
-    """runtime.graphs.graphs.GraphCapturer: before a body is captured it runs twice, once to compile its kernels and once to write down its
+    """runtime.graphs.capture.GraphCapturer: before a body is captured it runs twice, once to compile its kernels and once to write down its
     launches."""
 
     def __init__(self, device: torch.device, alarm: Alarm) -> None:

@@ -79,7 +79,7 @@ def capture(graph: torch.cuda.CUDAGraph, alarm: Alarm | None) -> Iterator[None]:
         except BaseException:
             with suppress(RuntimeError):
                 graph.capture_end()
-            # As runtime.graphs.graphs.CudaGraphCapturer.clean_up: the allocator takes the capture for unfinished, and the next one would
+            # As runtime.graphs.capture.CudaGraphCapturer.clean_up: the allocator takes the capture for unfinished, and the next one would
             # fail.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)

@@ -75,9 +75,9 @@ class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # the draft model absorbs the span's only row with a later step, not with this one
     defers_kv: bool = False
     num_deferred_tokens: int = 0  # the last rows before the span, which it absorbs before this step
-    # (tokens, place): recurrent layers keep their state after so many tokens of the request, for others to start
-    # from, at this place among the kept states. Nothing is kept if the step does not come to it, or earlier ones
-    # have.
+    # (tokens, place): recurrent layers keep their state after so many tokens of the request, for others to
+    # start from, at this place among the kept states. Nothing is kept if the step does not come to it, or
+    # earlier ones have.
     checkpoint: tuple[int, int] | None = None
 
     @property

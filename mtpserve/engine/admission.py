@@ -1,8 +1,8 @@
 """Which prompts a step computes: chunks of those that run, and of those that it admits.
 
-Short prompts come first, and in every other step long ones get no rows beside them. Then come a few long ones,
-each with a bounded number of rows as long as others live. So steps stay short, and short prompts do not wait for
-the ends of long ones.
+Short prompts come first, and in every other step long ones get no rows beside them. Then come a few long
+ones, each with a bounded number of rows as long as others live. So steps stay short, and short prompts do not
+wait for the ends of long ones.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Admission:
         return length is not None and req.prefill_end - start > length
 
     def _admit_next(self, running: list[RequestState], long: bool) -> RequestState | None:
-        """Gives the next that waits a row, and pages for all that it has to compute. `long`: a long prompt may
-        be next. None: nobody can run."""
+        """Gives the next that waits a row, and pages for all that it has to compute. `long`: a long prompt
+        may be next. None: nobody can run."""
         if not self._queue.reqs or not self.free_req_indices:
             return None
         for req in islice(self._queue.order(self._prefixes.expected), MAX_PREFIX_LOOKUPS):

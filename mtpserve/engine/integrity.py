@@ -1,4 +1,5 @@
-"""Whether the scheduler's pages, rows and queues agree: tests call it after every step, the engine when it is idle."""
+"""Whether the scheduler's pages, rows and queues agree: tests call it after every step, the engine when it is
+idle."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ class SchedulingPolicy:
 
     @staticmethod
     def of(config: SchedulerConfig, long_rows: int | None) -> SchedulingPolicy:
-        """`long_chunk_tokens`: unless the user gives a number for both, rows and length; None: as many as fit."""
+        """`long_chunk_tokens`: unless the user gives a number for both, rows and length; None: as many as
+        fit."""
         threshold, budget = config.long_prefill_token_threshold, config.step_tokens
         return SchedulingPolicy(
             config.scheduling_policy == "lpm",

@@ -9,10 +9,10 @@ shape it:
 * The first in order always makes progress: pages run out at the expense of the last, and every decoding
   request gets its turn within a bounded number of steps.
 
-A step may be planned while others are in flight, from what is certain about them: see core/state/request_state.
-`must_wait` says when that is not enough. A request whose end was not read yet gets spans without effect:
-`commit` drops them unread, and since the device works in order, pages that were released in the meantime are
-written by their next holder after that.
+A step may be planned while others are in flight, from what is certain about them: see
+core/state/request_state. `must_wait` says when that is not enough. A request whose end was not read yet gets
+spans without effect: `commit` drops them unread, and since the device works in order, pages that were
+released in the meantime are written by their next holder after that.
 """
 
 from __future__ import annotations

@@ -49,6 +49,6 @@ def event_of(output: RequestOutput, now: float) -> TokenEvent:
         times = FirstTokenTimes(req.queue.start_time - req.queue.arrival_time, now - req.queue.start_time)
     return TokenEvent(
         req.id, output.tokens, output.num_accepted_tokens, output.proposal, req.finish, req.error,
-        output.logprobs,
-        output.prompt_logprobs, times, 0 if times is None else req.cache.num_cached_tokens, req.cache.kv_offer,
+        output.logprobs, output.prompt_logprobs, times,
+        0 if times is None else req.cache.num_cached_tokens, req.cache.kv_offer,
     )  # fmt: skip

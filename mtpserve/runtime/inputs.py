@@ -246,8 +246,8 @@ def compact(
 
         rows      x 1 2 3 4 5 6      path 0 2 5      →      x 2 5       their KV is now in the slots after x
 
-    Called after the requests were advanced, with the chains' layout. A path shorter than the deepest repeats its
-    last node: garbage after what counts.
+    Called after the requests were advanced, with the chains' layout. A path shorter than the deepest repeats
+    its last node: garbage after what counts.
     """
     assert verify_output.path is not None
     depth = verify_output.path.shape[1] - 1

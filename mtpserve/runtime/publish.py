@@ -24,7 +24,7 @@ Span = tuple[int, SpanPlan, RunnerRequest]
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutput:
+class RunnerOutput:
     """What spans that were computed together leave for the host, on its way there.
 
     The table has one row of int64 for each span: accepted, failed, number of verified drafts; tokens [D+1];
@@ -75,8 +75,8 @@ def span_results(
     logprobs: Logprobs | None,
     prompt_logprobs: Mapping[int, Logprobs],
 ) -> list[SpanResult]:
-    """`table` as in StepOutput; what pads a captured step follows. `num_draft_tokens`: of the spans that are
-    drafted for."""
+    """`table` as in RunnerOutput; what pads a captured step follows. `num_draft_tokens`: of the spans that
+    are drafted for."""
     counts = iter(num_draft_tokens)
     width = len(table[0]) - 3
     depth = (width - 3 * max_drafts) // 2 if has_trees else width - 2 * max_drafts  # D + 1

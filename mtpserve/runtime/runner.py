@@ -25,7 +25,7 @@ from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.graphs.prompt_rows import Prompts
 from mtpserve.runtime.inputs import RowLayout, after_others, build, is_first, row_layout, without_stores
 from mtpserve.runtime.paging import Transfers
-from mtpserve.runtime.publish import Span, StepOutput, downloads, prompt_logprobs
+from mtpserve.runtime.publish import RunnerOutput, Span, downloads, prompt_logprobs
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.rules import BatchRules
 from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
@@ -45,7 +45,7 @@ CAUGHT_UP = {"cpu": 8, "cuda": 32}
 class LaunchedStep:
     """core.protocols.Launched."""
 
-    outputs: Seq[StepOutput]
+    outputs: Seq[RunnerOutput]
     refused: Seq[Span]
     transfers: Transfers | None = None
     ended: Moment | None = None
@@ -124,7 +124,7 @@ class Runner:
         outputs = self.compute(spans, plan.draft_depth) if spans else []
         return LaunchedStep(outputs, refused, self.transfers, moment(self.req_tensors.device))
 
-    def compute(self, spans: Seq[Span], draft_depth: int) -> list[StepOutput]:
+    def compute(self, spans: Seq[Span], draft_depth: int) -> list[RunnerOutput]:
         """Replayed where it can be, in one pass where the graphs have prompts and decoding together."""
         if (graphs := self.graphs) is None:
             return [self.run(spans, draft_depth)]
@@ -211,7 +211,7 @@ class Runner:
         )
         return plan.samples and plain
 
-    def run(self, spans: Seq[Span], draft_depth: int) -> StepOutput:
+    def run(self, spans: Seq[Span], draft_depth: int) -> RunnerOutput:
         _, plans, requests = zip(*spans, strict=True)
         layout, batch = self.batch(plans, requests, draft_depth)
         hidden, verify_output, table = self.step.forward(batch)
@@ -221,7 +221,7 @@ class Runner:
         drafts = self.step.propose(batch, layout, hidden, verify_output)
         count, trees = (None, False) if drafts is None else (drafts.num_draft_tokens, drafts.tree is not None)
         drafted = [(plan, request) for plan, request in zip(plans, requests, strict=True) if plan.drafts_next]
-        return StepOutput(
+        return RunnerOutput(
             spans,
             copy,
             layout.widest,
@@ -278,7 +278,7 @@ class Runner:
 
     def replay(
         self, decoding: Seq[Span], draft_depth: int, graphs: StepGraphs, prompts: Seq[Span] = ()
-    ) -> list[StepOutput]:
+    ) -> list[RunnerOutput]:
         """All `decoding` spans are `replayable`, all `prompts` `ends_prompt`."""
         spans = [*decoding, *prompts]
         _, plans, requests = zip(*spans, strict=True)
@@ -314,7 +314,7 @@ class Runner:
                 drafted = [(plan, request) for _, plan, request in group]
                 counts = self.num_draft_tokens(drafted, draft_depth, count, graph.has_draft_trees)
                 table = Download(graph.table[first : first + len(group)])
-                outputs.append(StepOutput(group, table, graph.max_drafts, graph.has_trees, counts))
+                outputs.append(RunnerOutput(group, table, graph.max_drafts, graph.has_trees, counts))
         return outputs
 
     def max_draft_tokens(self, plans: Seq[SpanPlan], draft_depth: int) -> list[int]:

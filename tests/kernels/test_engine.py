@@ -18,7 +18,8 @@ from mtpserve.engine.startup import build
 from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.planning import load_model
 from mtpserve.layers.decoder import DecoderModel
-from mtpserve.runtime.graphs.graphs import CaptureFailed, CudaGraphCapturer, GraphOutput, usual
+from mtpserve.runtime.graphs.capture import CaptureFailed, CudaGraphCapturer, GraphOutput
+from mtpserve.runtime.sampling.sampling import usual_features
 from tests import selection
 from tests.runtime.recorders import Again, runner_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
@@ -77,7 +78,7 @@ def test_captured_launched_and_in_plain_torch(family: str, shape: int | SpecConf
     engine = tiny_engine(tiny_model(family, kernels="triton"), shape, overlap=1, recorder=CudaGraphCapturer(), seats=12, **given)
     runner = runner_of(engine)
     assert runner.graphs is not None
-    runner.graphs.capture_all(usual(runner.drafter.coupled), trees=shape is TREE, prompts=64, shared=True)
+    runner.graphs.capture_all(usual_features(runner.drafter.coupled), trees=shape is TREE, prompts=64, shared=True)
     made = len(runner.graphs.captured)
     assert run(engine, asked, params) == wanted
     assert len(runner.graphs.captured) == made and all(runner.graphs.captured.values()), "not everything was captured at start"

@@ -19,7 +19,7 @@ from mtpserve.core.arch.model import LayerKind
 from mtpserve.core.batch import Batch
 from mtpserve.core.protocols.attention import Context
 from mtpserve.engine.engine import Engine
-from mtpserve.runtime.graphs.graphs import Body, GraphOutput
+from mtpserve.runtime.graphs.capture import Body, GraphOutput
 from mtpserve.runtime.runner import Runner
 
 

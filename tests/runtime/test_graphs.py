@@ -18,17 +18,10 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams, Speculation
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.startup import build
-from mtpserve.runtime.graphs.graphs import (
-    Body,
-    CaptureFailed,
-    CudaGraphCapturer,
-    GraphOutput,
-    StepGraphs,
-    tiers,
-    usual,
-)
+from mtpserve.runtime.graphs.capture import Body, CaptureFailed, CudaGraphCapturer, GraphOutput
+from mtpserve.runtime.graphs.graphs import StepGraphs, tiers
 from mtpserve.runtime.graphs.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts
-from mtpserve.runtime.sampling.sampling import SamplingFeatures
+from mtpserve.runtime.sampling.sampling import SamplingFeatures, usual_features
 from tests.runtime.recorders import Again, HostRead, Watched, blinded, nothing_is_read, runner_of
 from tests.spec.diagonal import diagonal
 from tests.tiny import prompts, run, tiny_engine, tiny_model
@@ -393,7 +386,7 @@ def test_exact_steps_are_never_captured(exact: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(runner.step.req_tensors, "device", FakeDevice())
     monkeypatch.setattr(StepGraphs, "capture", lambda graphs, key: graphs.captured.update({key: None}))
     graphs = build.make_graphs(config, runner.step, runner.sampling, 2)
-    assert exact if graphs is None else len([key for key in graphs.captured if not key.rows]) == 2 * len(usual(False))
+    assert exact if graphs is None else len([key for key in graphs.captured if not key.rows]) == 2 * len(usual_features(False))
 
 
 class FakeDevice:

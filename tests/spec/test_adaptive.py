@@ -12,7 +12,7 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.startup.start import try_out
-from mtpserve.runtime.graphs.graphs import usual
+from mtpserve.runtime.sampling.sampling import usual_features
 from tests import selection
 from tests.runtime.recorders import Again, runner_of
 from tests.runtime.test_graphs import graphs_of
@@ -79,7 +79,7 @@ def test_captured_steps_draft_what_others_do(family: str, kind: str, pauses: tup
     for recorder in (None, Again()):
         engine = erratic(tiny_engine(model, KINDS[kind], adaptive=True, overlap=1, recorder=recorder), 5, calm=20)
         if recorder is not None:
-            greedy = usual(runner_of(engine).drafter.coupled)[:1]
+            greedy = usual_features(runner_of(engine).drafter.coupled)[:1]
             graphs_of(engine).capture_all(greedy, kind == "tree", adaptive=True, prompts=64)
         made = recorder and recorder.recordings
         drafts: dict[str, list[list[int]]] = {str(number): [] for number in range(len(asked))}

@@ -36,8 +36,8 @@ def place(
     seats: RequestTable, req_indices: Tensor, row_span: Tensor, offset: Tensor, query_start_loc: Tensor, drafts: Tensor, samples: Tensor, *,
     start: Tensor | None = None, slots_of: SlotsOf = cache.slots,
 ) -> PlacedRows:  # fmt: skip
-    """→ PlacedRows. Row t is at `offset[t]` after what is computed of request row_span[t], or after `start` [R]; request r has the rows from
-    query_start_loc[r] to query_start_loc[r + 1]. `drafts` [R]: at most; `samples` [R]."""
+    """→ PlacedRows. Row t is at `offset[t]` after what is computed of request row_span[t], or after `start` [R].
+    Request r has the rows from query_start_loc[r] to query_start_loc[r + 1]. `drafts` [R]: at most; `samples` [R]."""
     length, computed, _, limit, waiting = seats.counts.index_select(1, req_indices).unbind(0)
     done, begin = seats.done[req_indices], computed if start is None else start
     one_row = len(row_span) == len(req_indices)

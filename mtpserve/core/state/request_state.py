@@ -22,9 +22,9 @@ class RequestState:
     `num_computed_tokens < len(tokens)` while the request lives: the step that verifies what follows the last
     token writes that token's KV.
 
-    Steps may be in flight: launched, with results that are not yet committed. The host knows two bounds. These
-    steps compute `num_scheduled_tokens` tokens, and each of `num_pending_outputs` spans gives at least one token.
-    The device knows the exact numbers.
+    Steps may be in flight: launched, with results that are not yet committed. The host knows two bounds.
+    These steps compute `num_scheduled_tokens` tokens, and each of `num_pending_outputs` spans gives at least
+    one token. The device knows the exact numbers.
     """
 
     request: Request  # with its seed
@@ -84,8 +84,8 @@ class RequestState:
         return self.num_scheduled_tokens != self.num_computed_tokens
 
     def check_counters(self, num_slots: int, max_deferred_tokens: int) -> None:
-        """`num_slots`: tokens for which it holds pages. Raises RuntimeError where a running request's counters
-        contradict each other."""
+        """`num_slots`: tokens for which it holds pages. Raises RuntimeError where a running request's
+        counters contradict each other."""
         computed, scheduled = self.num_computed_tokens, self.num_scheduled_tokens
         stored, deferred = self.cache.num_stored_tokens, self.draft.num_deferred_tokens
         if not computed < len(self.tokens) < self.max_num_tokens or scheduled > num_slots:

@@ -82,8 +82,8 @@ class OutputStates:
         )
 
     def commit(self, req: RequestState, since: int, span: SpanPlan) -> None:
-        """A step has taken a request's state from `since` tokens to `req.cache.num_state_tokens`; it had to keep
-        this one."""
+        """A step has taken a request's state from `since` tokens to `req.cache.num_state_tokens`; it had to
+        keep this one."""
         last_states = self._own.get(req.id)
         if last_states is None or last_states.next is None:
             return

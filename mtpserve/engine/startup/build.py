@@ -35,10 +35,11 @@ from mtpserve.engine.startup.threads import bind
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.quant.int8 import Int8
-from mtpserve.runtime.graphs.graphs import ROWS, CudaGraphCapturer, StepGraphs, usual
+from mtpserve.runtime.graphs.capture import CudaGraphCapturer
+from mtpserve.runtime.graphs.graphs import ROWS, StepGraphs
 from mtpserve.runtime.memory import MemoryPlan, require_memory
 from mtpserve.runtime.runner import Runner
-from mtpserve.runtime.sampling.sampling import SamplingState
+from mtpserve.runtime.sampling.sampling import SamplingState, usual_features
 from mtpserve.runtime.step import Step
 from mtpserve.spec.curves import Curve, read_curve
 from mtpserve.spec.sizes import draft_sizes
@@ -66,7 +67,7 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SamplingState, runni
     trees = config.spec.topk > 1 and config.spec.steps > 0
     spec, budget, shared = config.spec, config.scheduler.step_tokens, not config.cache.disable_radix_cache
     graphs.capture_all(
-        usual(step.drafter.coupled),
+        usual_features(step.drafter.coupled),
         trees,
         spec.speculative_disable_by_batch_size,
         spec.adaptive,

@@ -43,8 +43,8 @@ def try_out(engine: Engine, compiles: bool = False) -> None:
     """Computes a few tokens, of which nothing remains. Raises LoadError where that fails: weights that are
     finite, each by itself, may be damaged all the same, and kernels may not run here.
 
-    `compiles`: kernels are compiled when they first meet a size. Then prompt chunks of all sizes and batches of
-    all sizes are computed, in powers of two, so that the first real ones wait for no compiler.
+    `compiles`: kernels are compiled when they first meet a size. Then prompt chunks of all sizes and batches
+    of all sizes are computed, in powers of two, so that the first real ones wait for no compiler.
     """
     # No page of a trial is kept anywhere, and none is found: each prompt is computed whole.
     fingerprint, engine.fingerprint = engine.fingerprint, None
@@ -71,8 +71,8 @@ def try_out(engine: Engine, compiles: bool = False) -> None:
 
 
 def run_prompts(engine: Engine, lengths: Seq[int], launched: bool = False) -> None:
-    """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for the output
-    prevents."""
+    """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for the
+    output prevents."""
     for number, length in enumerate(lengths):
         tokens = min(4, engine.context_length - length)
         # It has a seed: none is drawn, so that --random-seed gives the first request what it gives without a

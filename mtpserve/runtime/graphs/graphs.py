@@ -19,17 +19,16 @@ as long as a few dozen steps. A step whose capture failed is launched as any oth
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch
+from mtpserve.runtime.graphs.capture import CaptureFailed, GraphCapturer, GraphOutput
 from mtpserve.runtime.graphs.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts, padded_prompts
 from mtpserve.runtime.inputs import RowLayout, build, mixed_layout, prompt_layout, row_layout
 from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
@@ -41,69 +40,7 @@ log = logging.getLogger(__name__)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 MIXED_ROWS = (16, 32, 64, 128, 256)  # of requests that decode beside prompts
 DEPTHS = (1, 3)  # of chains, in addition to the engine's own depth
-WARM_UPS = 2  # compile kernels and fill caches, neither of which may happen in a capture
 LOG_EVERY = 10  # captures at start
-
-
-# All that a graph keeps of a step: the table for the host, the number of each request's next drafts (None: nothing
-# was drafted), and whether these branch. The memory of everything else is the next graph's, too.
-GraphOutput = tuple[Tensor, Tensor | None, bool]
-Body = Callable[[], GraphOutput]
-
-
-class CaptureFailed(Exception):
-    """The step can be launched, but not captured. The cause says why."""
-
-
-class GraphCapturer(Protocol):
-    def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
-        """Run `body` as often as needed, and give what its recorded run returns, and what repeats that run
-        into the same tensors. Raises CaptureFailed."""
-        ...
-
-
-class CudaGraphCapturer:
-    """All graphs share one pool of memory: only one of them runs at a time, and what one returns is kept
-    alive by its owner. They share one stream too, since libraries keep a workspace for each stream that they
-    have seen. After a failed capture the next ones share another pool."""
-
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()
-        self.failed: list[torch.cuda.CUDAGraph] = []
-
-    def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
-        current = torch.cuda.current_stream()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
-                for _ in range(WARM_UPS):
-                    body()
-            current.wait_stream(self.stream)
-            # torch.cuda.graph does not restore the stream if the end of the capture raises; the outer context
-            # does.
-            with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-                output = body()
-        except Exception as error:
-            self.clean_up(graph)
-            raise CaptureFailed from error
-        return output, graph.replay
-
-    def clean_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """After a failed capture. A torch without https://github.com/pytorch/pytorch/pull/180395 takes it for
-        unfinished in its allocators. The device's can be told; the next capture would die of an internal
-        assertion otherwise. The one of pinned memory cannot: it refuses the pool from then on (seen with
-        torch 2.11), and still asks the failed graph what is its own, so that this is kept. That the pool may
-        never be given back (https://github.com/pytorch/pytorch/pull/190348) does no harm: the graphs before
-        use it.
-
-        Raises torch.AcceleratorError where the device itself has failed."""
-        with contextlib.suppress(RuntimeError):  # the capture has ended there, too
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
-        self.failed.append(graph)
-        self.pool = torch.cuda.graph_pool_handle()
-        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +50,8 @@ class GraphKey:
     max_steps: int  # 0: nothing is drafted
     trees: bool
     features: SamplingFeatures
-    # Where nothing is drafted: a later step stores the rows' draft KV. Beside prompts it does so for some rows.
+    # Where nothing is drafted: a later step stores the rows' draft KV. Beside prompts it does so for some
+    # rows.
     defers_kv: bool = False
     rows: int = 0  # of all prompts together
     spans: int = 0  # of these
@@ -135,7 +73,7 @@ class CapturedGraph:
     layout: RowLayout | None  # of those that decode; every replay reads its tensors
     max_drafts: int  # verified in one span
     has_trees: bool  # verified drafts may branch
-    table: Tensor  # [requests + spans, …], see StepOutput
+    table: Tensor  # [requests + spans, …], see RunnerOutput
     num_draft_tokens: Tensor | None  # [requests + spans], the next drafts; None: nothing is drafted
     has_draft_trees: bool  # these branch
     replay: Callable[[], object]
@@ -144,24 +82,6 @@ class CapturedGraph:
 def tiers(max_batch_size: int) -> list[int]:
     """Numbers of requests, the largest last."""
     return [*(size for size in ROWS if size < max_batch_size), max_batch_size]
-
-
-def usual(coupled: bool) -> list[SamplingFeatures]:
-    """The usual parameters: no temperature, temperature alone, or with any of top_k, top_p and min_p.
-    `coupled` as in SamplingFeatures."""
-    cuts = ((True, 0, False), (False, 0, False), (False, 1, True))
-    wanted = [
-        SamplingFeatures(
-            all_greedy=greedy,
-            any_greedy=True,
-            largest_k=top_k,
-            any_top_p=top_p,
-            any_min_p=top_p,
-            all_coupled=coupled,
-        )
-        for greedy, top_k, top_p in cuts
-    ]
-    return [features.rounded() for features in wanted]
 
 
 class StepGraphs:

@@ -69,6 +69,24 @@ class SamplingFeatures:
         return replace(self, all_greedy=False, any_top_p=True).rounded()
 
 
+def usual_features(coupled: bool) -> list[SamplingFeatures]:
+    """The usual parameters: no temperature, temperature alone, or with any of top_k, top_p and min_p.
+    `coupled` as in SamplingFeatures."""
+    cuts = ((True, 0, False), (False, 0, False), (False, 1, True))
+    features = [
+        SamplingFeatures(
+            all_greedy=greedy,
+            any_greedy=True,
+            largest_k=top_k,
+            any_top_p=top_p,
+            any_min_p=top_p,
+            all_coupled=coupled,
+        )
+        for greedy, top_k, top_p in cuts
+    ]
+    return [one.rounded() for one in features]
+
+
 class SamplingState:
     """Every seat's parameters; one seat more than requests can run pads batches."""
 

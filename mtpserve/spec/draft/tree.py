@@ -154,8 +154,8 @@ class Pool:
 
 
 def choose(pools: list[Pool], num_steps: Tensor, max_draft_tokens: Tensor | None, nodes: int) -> Drafts:
-    """The best `nodes` candidates of all depths, as a tree. The best is node 1. `num_steps` [D] limits the depth,
-    `max_draft_tokens` [D] the number."""
+    """The best `nodes` candidates of all depths, as a tree. The best is node 1. `num_steps` [D] limits the
+    depth, `max_draft_tokens` [D] the number."""
     tokens, scores, parents = (
         torch.cat([getattr(pool, part) for pool in pools], 1) for part in ("tokens", "scores", "parents")
     )

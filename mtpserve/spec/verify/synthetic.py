@@ -22,8 +22,8 @@ from mtpserve.spec.verify.thresholds import Thresholds
 
 
 class SyntheticAcceptance:
-    """spec.verify.accept.Verify, wrapping another. `rates` [depth]: the probability of each draft if all before it
-    were accepted."""
+    """spec.verify.accept.Verify, wrapping another. `rates` [depth]: the probability of each draft if all
+    before it were accepted."""
 
     def __init__(self, verify: Verify, rates: Seq[float], device: torch.device) -> None:
         self.verify, self.rates = verify, torch.tensor(rates, dtype=torch.float64, device=device)

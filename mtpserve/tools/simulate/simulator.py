@@ -96,8 +96,8 @@ class InSimulation:
 
 
 class Simulation:
-    """`scheduler` works on `pages`, with kv_connector below them if there are `transfers`. `watch` is called after
-    each step was planned. `cache.num_cached_tokens`: a prefix cache is used. One run each."""
+    """`scheduler` works on `pages`, with kv_connector below them if there are `transfers`. `watch` is called
+    after each step was planned. `cache.num_cached_tokens`: a prefix cache is used. One run each."""
 
     def __init__(
         self, scheduler: Scheduler, pages: PageGroups, device: SimulatedDevice, cost: StepCost = SAME, *,
