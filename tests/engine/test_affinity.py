@@ -55,7 +55,7 @@ def test_an_engine_that_is_started_anew_has_computed_nothing() -> None:
 def test_progress_counts_what_a_request_got() -> None:
     progress, score = Progress([4], 1), TokenLogprob(-1.0, 1, [])
     progress.take([TokenEvent("a", [5, 6], prompt_logprobs=[score, score]), TokenEvent("a", [7])])
-    assert (progress.said, progress.scored) == ([4, 5, 6, 7], 3)
+    assert (progress.output_ids, progress.num_scored_prompt_tokens) == ([4, 5, 6, 7], 3)
 
 
 def test_counters_outlive_several_deaths_and_gauges_none() -> None:
@@ -71,7 +71,7 @@ def test_counters_outlive_several_deaths_and_gauges_none() -> None:
 
 
 def test_who_waits_for_an_engine_hears_of_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "PAUSES", (60.0,))
+    monkeypatch.setattr(replicas, "RESTART_PAUSES_S", (60.0,))
 
     async def work(bench: Bench) -> None:
         bench.now(0).die()

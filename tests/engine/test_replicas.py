@@ -14,7 +14,7 @@ from mtpserve.core.request import Finish, ModelCard, Request, SpecChange, SpecRe
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.process import affinity, replicas
-from mtpserve.engine.process.replicas import LOST, Replicas
+from mtpserve.engine.process.replicas import MAX_LOST_ENGINES, Replicas
 from mtpserve.engine.process.totals import total
 
 DEADLY = 666  # a prompt with this token kills its engine
@@ -160,7 +160,7 @@ def run(work: Callable[[Bench], Awaitable[None]], count: int = 2, **options: int
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "PAUSES", (0.03,))
+    monkeypatch.setattr(replicas, "RESTART_PAUSES_S", (0.03,))
 
 
 def asked(id: str = "a", tokens: int = 12, prompt: list[int] | None = None, seed: int | None = None) -> Request:
@@ -269,8 +269,8 @@ def test_a_request_that_kills_engines_is_given_up() -> None:
         other = asyncio.create_task(bench.ask(asked("other", tokens=3000)))
         with pytest.raises(EngineDead, match="killed"):
             await bench.ask(asked(prompt=[DEADLY]))
-        assert len(bench.where("a")) == LOST + 1
-        assert len(await other) == 3000 or len(bench.where("other")) > LOST
+        assert len(bench.where("a")) == MAX_LOST_ENGINES + 1
+        assert len(await other) == 3000 or len(bench.where("other")) > MAX_LOST_ENGINES
         assert await bench.ask(asked("after"))
 
     run(work, count=3, restarts=100)

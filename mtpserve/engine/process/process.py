@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
@@ -103,8 +103,7 @@ class EngineLike(Protocol):
     def check_alive(self) -> None: ...
 
 
-class Factory(Protocol):
-    def __call__(self, config: EngineConfig, *, progress: bool) -> EngineLike: ...
+Factory = Callable[..., EngineLike]  # (config: EngineConfig, *, progress: bool)
 
 
 class Pipe:

@@ -20,62 +20,40 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from random import Random, SystemRandom
 from time import monotonic
-from typing import Literal, Protocol
+from typing import Literal
 
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.protocols.clients import RequestClient
 from mtpserve.core.request import EngineState, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.process.affinity import Affinity
+from mtpserve.engine.process.client import ProcessClient
 from mtpserve.engine.process.totals import counters, total
 
 log = logging.getLogger(__name__)
 
-# an engine has much more to do with so many requests more than another, and so many times as many
-SLACK, MORE = 2, 1.5
-LOST = 3  # engines that a request may lose
+# An engine has much more to do with more than so many requests beyond another's, and more than so many times
+# as many.
+LOAD_SLACK_REQUESTS, LOAD_SLACK_RATIO = 2, 1.5
+MAX_LOST_ENGINES = 3  # that one request may lose
 # seconds before an engine is started again: the next one where it has died soon
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0  # seconds after which a death counts as the first one again
 
 
-class LocalEngine(RequestClient, Protocol):
-    """An engine that is started and ended here. `submitted` is called whenever it was sent a request; `hung`:
-    it is dead because it gave no sign of life."""
-
-    submitted: Callable[[], None]
-    hung: bool
-
-    def join(self, number: int) -> None:
-        """Tell it that an engine with which it shares experts has work: see ticks.py."""
-        ...
-
-    async def start(self) -> None: ...
-    async def stop(self, grace: float = 2.0) -> None: ...
-    async def wait_dead(self) -> str: ...
-
-    async def set_spec(self, change: SpecChange) -> SpecReport:
-        """Raises EngineDead."""
-        ...
-
-    async def profile(self, change: ProfileChange) -> ProfileReport:
-        """Raises EngineDead."""
-        ...
-
-
 @dataclass(slots=True)
 class Replica:
-    """`lost`: what its processes that have died had counted."""
+    """One engine process at a time, and what is known of those before it."""
 
     number: int
-    client: LocalEngine
+    client: ProcessClient
     state: Literal["starting", "up", "dead"] = "starting"
     restarts: int = 0
     deaths: int = 0  # consecutive deaths
     hangs: int = 0
     since: float = 0.0  # when it came up
-    lost: EngineStats = field(default_factory=EngineStats)
+    # what its processes that have died had counted
+    stats_before_restart: EngineStats = field(default_factory=EngineStats)
     reason: str = ""  # why it last died
     open: set[str] = field(default_factory=set)  # ids of its requests
 
@@ -85,20 +63,30 @@ class Replica:
         return capacity is not None and len(self.open) >= capacity
 
     def stats(self) -> EngineStats:
-        return total([self.lost, self.client.stats()]) if self.state == "up" else self.lost
+        before = self.stats_before_restart
+        return total([before, self.client.stats()]) if self.state == "up" else before
 
 
 @dataclass(slots=True)
 class Progress:
-    """What a request has got so far: see core.request.Request."""
+    """How far a request has got, so that another engine can go on with it: see core.request.Request."""
 
-    said: list[int]
-    scored: int
+    output_ids: list[int]
+    num_scored_prompt_tokens: int
 
     def take(self, events: Seq[TokenEvent]) -> None:
         for event in events:
-            self.said += event.tokens
-            self.scored += len(event.prompt_logprobs or ())
+            self.output_ids += event.tokens
+            self.num_scored_prompt_tokens += len(event.prompt_logprobs or ())
+
+    def migrate(self, request: Request) -> Request:
+        """Returns the request for the next engine, which continues after the last token."""
+        return replace(
+            request,
+            prior_output_ids=list(self.output_ids),
+            num_scored_prompt_tokens=self.num_scored_prompt_tokens,
+            is_migrated=True,
+        )
 
 
 class Replicas:
@@ -110,7 +98,7 @@ class Replicas:
 
     def __init__(
         self,
-        make: Callable[[int, int], LocalEngine],
+        make: Callable[[int, int], ProcessClient],
         count: int,
         *,
         restarts: int = 0,
@@ -120,7 +108,7 @@ class Replicas:
         self._make, self._restarts, self._together = make, restarts, together
         self._seeds = SystemRandom() if seed is None else Random(seed)
         self._joins = 0
-        self._replicas = [Replica(number, self._made(number, 0)) for number in range(count)]
+        self._replicas = [Replica(number, self._create(number, 0)) for number in range(count)]
         self._affinity = Affinity()
         self._open: dict[str, Replica | None] = {}  # None: it waits for an engine
         self._aborted: set[str] = set()  # requests that wait
@@ -128,7 +116,7 @@ class Replicas:
         self._changed = asyncio.Event()
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._draining = False
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -144,16 +132,16 @@ class Replicas:
         for replica in self._replicas:
             replica.state, replica.since = "up", monotonic()
         groups = [self._replicas] if self._together else [[replica] for replica in self._replicas]
-        self._keepers = [asyncio.create_task(self._keep(group)) for group in groups]
+        self._supervisors = [asyncio.create_task(self._supervise(group)) for group in groups]
 
     async def stop(self, grace: float = 2.0) -> None:
         """Ends the processes, by force after `grace` seconds, and every stream that is still open. Leaves no
         child; may be repeated."""
         self._draining = True
         self._die("the server is shutting down")
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
         await asyncio.gather(*(replica.client.stop(grace) for replica in self._replicas))
 
     async def drain(self, timeout: float) -> bool:
@@ -195,20 +183,20 @@ class Replicas:
             for replica in self._replicas
         ]
 
-    def _made(self, number: int, restarts: int) -> LocalEngine:
+    def _create(self, number: int, restarts: int) -> ProcessClient:
         engine = self._make(number, restarts)
         if self._together:
-            engine.submitted = self._tell
+            engine.submitted = self._notify_peers
         return engine
 
-    def _tell(self) -> None:
+    def _notify_peers(self) -> None:
         """Tells all engines that one of them was sent a request. They start together, so that each has heard
         of all since then."""
         self._joins += 1
         for replica in self._replicas:
             replica.client.join(self._joins)
 
-    async def _keep(self, group: Seq[Replica]) -> None:
+    async def _supervise(self, group: Seq[Replica]) -> None:
         """Starts engines again whenever one of them has died: a single one, or all that share experts."""
         while True:
             deaths = [asyncio.create_task(replica.client.wait_dead()) for replica in group]
@@ -225,24 +213,26 @@ class Replicas:
                     reason if is_failed else f"it shares experts with engine {group[number].number}: {reason}"
                 )
                 replica.hangs += replica.client.hung
-                replica.state = "starting"  # from here on what it has counted is in `lost` alone
+                replica.state = "starting"  # its counters are in `stats_before_restart` alone from here on
                 if monotonic() - replica.since > STEADY_S:
                     replica.deaths = 0
-                replica.lost = total([replica.lost, counters(replica.client.stats())])
+                replica.stats_before_restart = total(
+                    [replica.stats_before_restart, counters(replica.client.stats())]
+                )
                 self._affinity.forget(replica.number)
-            await self._put_away(group)
+            await self._stop_group(group)
             if not await self._revive(group):
-                self._give_up(group, reason)
+                self._mark_dead(group, reason)
                 return
             for replica in group:
                 replica.state, replica.since = "up", monotonic()
                 log.info("engine %d is up again", replica.number)
             self._wake()
 
-    async def _put_away(self, group: Seq[Replica]) -> None:
+    async def _stop_group(self, group: Seq[Replica]) -> None:
         await asyncio.gather(*(replica.client.stop(grace=0) for replica in group))
 
-    def _give_up(self, group: Seq[Replica], reason: str) -> None:
+    def _mark_dead(self, group: Seq[Replica], reason: str) -> None:
         for replica in group:
             replica.state = "dead"
             if self._restarts:
@@ -253,20 +243,20 @@ class Replicas:
     async def _revive(self, group: Seq[Replica]) -> bool:
         """False: they were started often enough."""
         while group[0].restarts < self._restarts:
-            pause = PAUSES[min(group[0].deaths, len(PAUSES) - 1)]
+            pause = RESTART_PAUSES_S[min(group[0].deaths, len(RESTART_PAUSES_S) - 1)]
             for replica in group:
                 replica.restarts, replica.deaths = replica.restarts + 1, replica.deaths + 1
                 log.warning("engine %d is started again in %g s: %s", replica.number, pause, replica.reason)
             await asyncio.sleep(pause)
             for replica in group:
-                replica.client = self._made(replica.number, replica.restarts)
+                replica.client = self._create(replica.number, replica.restarts)
             try:
                 await asyncio.gather(*(replica.client.start() for replica in group))
                 return True
             except MTPServeError as error:
                 for replica in group:
                     replica.reason = str(error)
-                await self._put_away(group)
+                await self._stop_group(group)
         return False
 
     def _die(self, reason: str) -> None:
@@ -294,41 +284,30 @@ class Replicas:
         self._open[request.id] = None
         progress = Progress(list(request.prior_output_ids), request.num_scored_prompt_tokens)
         try:
-            for left in range(LOST, -1, -1):
-                replica = await self._place(request)
+            for left in range(MAX_LOST_ENGINES, -1, -1):
+                replica = await self._wait_for_replica(request)
+                self._open[request.id] = replica
+                replica.open.add(request.id)
                 try:
-                    async with aclosing(self._stream(replica, request)) as stream:
+                    async with aclosing(replica.client.submit(request)) as stream:
                         async for events in stream:
                             progress.take(events)
                             yield events
                     return
-                # the latter where it is put away because another one has died
+                # the latter where it is stopped because another one has died
                 except (EngineDead, ShuttingDown):
                     if left == 0 or self.dead is not None:
                         raise
-                request = replace(
-                    request,
-                    prior_output_ids=list(progress.said),
-                    num_scored_prompt_tokens=progress.scored,
-                    is_migrated=True,
-                )
+                finally:
+                    self._open[request.id] = None
+                    replica.open.discard(request.id)
+                request = progress.migrate(request)
         finally:
             self._open.pop(request.id, None)
             self._aborted.discard(request.id)
             self._wake()
 
-    async def _stream(self, replica: Replica, request: Request) -> AsyncGenerator[list[TokenEvent], None]:
-        self._open[request.id] = replica
-        replica.open.add(request.id)
-        try:
-            async with aclosing(replica.client.submit(request)) as stream:
-                async for events in stream:
-                    yield events
-        finally:
-            self._open[request.id] = None
-            replica.open.discard(request.id)
-
-    async def _place(self, request: Request) -> Replica:
+    async def _wait_for_replica(self, request: Request) -> Replica:
         """An engine for it, as soon as there is one. Raises EngineDead, and RequestFailed where it is aborted
         meanwhile."""
         while True:
@@ -340,10 +319,10 @@ class Replicas:
                 replica for replica in self._replicas if replica.state == "up" and replica.client.dead is None
             ]
             if up:
-                return self._chosen(up, request)
+                return self._select(up, request)
             await self._changed.wait()
 
-    def _chosen(self, up: list[Replica], request: Request) -> Replica:
+    def _select(self, up: list[Replica], request: Request) -> Replica:
         if len(self._replicas) == 1:
             return up[0]
         # If all are full, the least busy one refuses.
@@ -351,9 +330,10 @@ class Replicas:
         least = min(up, key=lambda replica: len(replica.open))
         keys = self._affinity.keys(request)
         number = self._affinity.find(keys)
-        usual = next((replica for replica in up if replica.number == number), least)
-        busy = len(usual.open) > len(least.open) + SLACK and len(usual.open) > MORE * len(least.open)
-        target = least if busy else usual
+        preferred = next((replica for replica in up if replica.number == number), least)
+        load, least_load = len(preferred.open), len(least.open)
+        busy = load > least_load + LOAD_SLACK_REQUESTS and load > LOAD_SLACK_RATIO * least_load
+        target = least if busy else preferred
         self._affinity.remember(keys, target.number)
         return target
 
