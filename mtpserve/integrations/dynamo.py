@@ -187,15 +187,15 @@ class Worker(LLMEngine):
         requests = requests_of(service, spelling, id, prompt, sampling, body.choices, salt=body.salt)
         choices = [Choice(service, choice_request) for choice_request in requests]
         usage, scores, left = Usage(choices, len(choices)), list[TokenLogprob](), len(choices)
-        async with contextlib.aclosing(
-            Generation(service, choices, arrival, body.timeout, streaming=True).steps()
-        ) as stream:
+        generation = Generation(service, choices, arrival, body.timeout, streaming=True)
+        async with contextlib.aclosing(generation.stream()) as stream:
             async for steps in stream:
-                for index, step, _ in steps:
+                for output in steps:
+                    step = generation.add(output)
                     usage.add(step)
-                    scores += step.prompt_logprobs or [] if index == 0 else []
+                    scores += step.prompt_logprobs or [] if step.index == 0 else []
                     left -= step.finish is not None
-                    chunk = chunk_of(index, step, service.tokenizer, sampling.logprobs)
+                    chunk = chunk_of(step.index, step, service.tokenizer, sampling.logprobs)
                     yield chunk | (last_of(usage, prompt, scores, service.tokenizer) if left == 0 else {})
 
     async def abort(self, context: Any) -> None:

@@ -14,7 +14,7 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.chat import forms
 from mtpserve.server.chat.bodies import NOT_BOTH_ENDS, ChatRequest
 from mtpserve.server.chat.conversation import Messages
-from mtpserve.server.chat.dialogue import asked_tools, rendered
+from mtpserve.server.chat.dialogue import render_prompt, tool_use_of
 from mtpserve.server.chat.service import Served
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.schema.base import MAX_PROMPTS, Effort, Strict, Texts, Tokens
@@ -106,7 +106,7 @@ async def tokenize(service: Served, body: TokenizeRequest) -> Response:
             **{name: getattr(body, name) for name in ("messages", "add_generation_prompt", *OF_MESSAGES)}
         )
         chat.check()
-        written = await rendered(service, chat, asked_tools(service, chat, prompt_only=True))
+        written = await render_prompt(service, chat, tool_use_of(service, chat, prompt_only=True))
         lists = [await service.encode_chat(written, special=bool(body.add_special_tokens))]
     else:
         for name in OF_MESSAGES:

@@ -65,8 +65,8 @@ def test_the_log_says_why_a_request_was_refused_and_not_what_it_said(http: httpx
 
 
 def test_drafts_behind_what_completed_a_stop_string_are_not_kept() -> None:
-    step = StepOutput("a", [1], proposal=Proposal([1, 2, 3], [0, 1, 2], ["mtp"] * 3, [1, 2, 3]), accepted=3)
-    assert step.kept == [1]
+    step = StepOutput("a", [1], proposal=Proposal([1, 2, 3], [0, 1, 2], ["mtp"] * 3, [1, 2, 3]), num_accepted_tokens=3)
+    assert step.accepted_nodes == [1]
 
 
 def test_what_was_held_back_comes_where_the_limit_ends_a_text(tokenizer: Tokenizer) -> None:

@@ -16,9 +16,10 @@ from starlette.responses import Response
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.request import Finish
 from mtpserve.server.anthropic.messages_body import CountRequest, MessagesRequest
-from mtpserve.server.chat.dialogue import asked_tools, rendered
-from mtpserve.server.chat.generation import Block, Choice, Generation, continued
+from mtpserve.server.chat.dialogue import render_prompt, tool_use_of
+from mtpserve.server.chat.generation import Block, Choice, Generation, create_generation
 from mtpserve.server.chat.service import Served
+from mtpserve.server.chat.steps.step_output import StepOutput
 from mtpserve.server.http.errors import renamed
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
@@ -94,7 +95,7 @@ class MessageEvent(Rendered):
     usage: MessageUsage | UnsetType = UNSET
 
 
-def shown(block: Block) -> AnyBlock:
+def content_block(block: Block) -> AnyBlock:
     """The input of a call that was cut off is empty: `stop_reason` then says why it must not be run."""
     match block.kind:
         case "text":
@@ -130,7 +131,7 @@ class MessageAnswer:
         choice = self.choice
         cached = choice.cached_tokens
         usage = MessageUsage(len(choice.request.prompt) - cached, cached, 0, len(choice.tokens))
-        blocks, matched = [shown(block) for block in choice.blocks], choice.matched
+        blocks, matched = [content_block(block) for block in choice.blocks], choice.matched_stop
         stop = matched if isinstance(matched, str) else None
         return MessageObject(
             self.id, "message", "assistant", choice.service.model, blocks, self.stop_reason(stop), stop, usage
@@ -144,22 +145,17 @@ class MessageAnswer:
                 return None
             case Finish.LENGTH:
                 return "max_tokens" if len(choice.tokens) >= self.at_most else "model_context_window_exceeded"
-        return "tool_use" if choice.called else "end_turn" if stop is None else "stop_sequence"
+        return "tool_use" if choice.ends_with_calls else "end_turn" if stop is None else "stop_sequence"
 
     async def events(self) -> AsyncGenerator[list[MessageEvent], None]:
         """Anthropic's: the message opens, its blocks open and close one after the other, and it closes with
         what ended it."""
         start: MessageObject | None = self.object()
-        async with contextlib.aclosing(self.generation.steps()) as batches:
+        async with contextlib.aclosing(self.generation.stream()) as batches:
             async for steps in batches:
-                grown = [
-                    event
-                    for _, _, added in steps
-                    for index, text in added
-                    for event in self.grown(index, text)
-                ]
-                opening = [] if start is None else [MessageEvent("message_start", message=self._begun(start))]
-                if events := [*opening, *grown]:
+                deltas = [event for step in steps for event in self._step_events(step)]
+                opening = [] if start is None else [MessageEvent("message_start", message=self._first(start))]
+                if events := [*opening, *deltas]:
                     yield events
                 start = None
         done = self.object()
@@ -170,21 +166,22 @@ class MessageAnswer:
             MessageEvent("message_stop"),
         ]
 
-    def _begun(self, start: MessageObject) -> MessageObject:
+    def _first(self, start: MessageObject) -> MessageObject:
         """Returns `start` with the usage that the first token brings: how much of the prompt was cached."""
         return structs.replace(start, usage=structs.replace(self.object().usage, output_tokens=0))
 
-    def grown(self, index: int, text: str) -> Iterator[MessageEvent]:
-        block = self.choice.blocks[index]
-        if index == self.opened:
-            if self.opened:
-                yield MessageEvent("content_block_stop", index=self.opened - 1)
-            self.opened += 1
-            yield MessageEvent(
-                "content_block_start", index=index, content_block=shown(replace(block, text=""))
-            )
-        if text:
-            yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
+    def _step_events(self, step: StepOutput) -> Iterator[MessageEvent]:
+        self.generation.add(step)
+        for index, block in self.choice.unfinished_blocks(self.opened):
+            if index == self.opened:
+                if self.opened:
+                    yield MessageEvent("content_block_stop", index=self.opened - 1)
+                self.opened += 1
+                yield MessageEvent(
+                    "content_block_start", index=index, content_block=content_block(replace(block, text=""))
+                )
+            if text := block.take():
+                yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
 
 
 async def messages(request: Request, service: Served, body: MessagesRequest) -> Response:
@@ -195,12 +192,12 @@ async def messages(request: Request, service: Served, body: MessagesRequest) -> 
     with renamed(RENAMED | offer.places):
         answer = MessageAnswer(
             id,
-            await continued(service, body.chat(offer), id, arrival, at_most=body.max_tokens),
+            await create_generation(service, body.chat(offer), id, arrival, at_most=body.max_tokens),
             body.max_tokens,
         )
     if body.stream:
         return NamedEventStream(answer.events(), service.server_config.sse_keep_alive_interval)
-    await unless_gone(request.receive, answer.generation.whole())
+    await unless_gone(request.receive, answer.generation.run())
     return JSON(answer.object())
 
 
@@ -213,6 +210,6 @@ async def count_tokens(service: Served, body: CountRequest) -> Response:
     with renamed(RENAMED | offer.places):
         chat = body.chat(offer)
         tokens = await service.encode_chat(
-            await rendered(service, chat, asked_tools(service, chat, prompt_only=True))
+            await render_prompt(service, chat, tool_use_of(service, chat, prompt_only=True))
         )
     return JSON(CountedTokens(len(tokens)))

@@ -11,16 +11,16 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.chat.bodies import ChatRequest
 from mtpserve.server.chat.conversation import for_template, in_turns, size_of
 from mtpserve.server.chat.service import INLINE_BYTES, MAX_BYTES_PER_TOKEN, Service
-from mtpserve.server.chat.tools import ToolUse, call_format, template_variables, tool_use
+from mtpserve.server.chat.tools import ToolUse, call_format, parse_tools, template_variables
 from mtpserve.text.control import RenderedChat
 from mtpserve.text.parsers.tools import instructions
 
 
-def asked_tools(service: Service, body: ChatRequest, prompt_only: bool = False) -> ToolUse:
-    return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.formats, prompt_only)
+def tool_use_of(service: Service, body: ChatRequest, prompt_only: bool = False) -> ToolUse:
+    return parse_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.formats, prompt_only)
 
 
-async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> RenderedChat:
+async def render_prompt(service: Service, body: ChatRequest, use: ToolUse) -> RenderedChat:
     """The conversation as the template writes it. Its size is bounded before the template's code runs over
     it."""
     messages = for_template(body.messages)
@@ -32,28 +32,28 @@ async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> Rendere
         body.template_kwargs, body.effort, service.tokenizer
     )
 
-    def written(conversation: list[dict[str, Any]]) -> RenderedChat:
+    def render_messages(conversation: list[dict[str, Any]]) -> RenderedChat:
         return service.tokenizer.render_chat(
             conversation,
             add_generation_prompt=body.add_generation_prompt is not False and not goes_on,
             continue_final_message=goes_on,
-            tools=service.template_needs.suited_tools(use.shown) if use.shown else use.shown,
+            tools=service.template_needs.adapt_tools(use.shown) if use.shown else use.shown,
             variables=variables,
-            arranged=partial(suited, service, use),
+            arranged=partial(adapt_messages, service, use),
         )
 
     def render() -> RenderedChat:
         try:
-            return written(messages)
+            return render_messages(messages)
         except InvalidRequest:
             if (turns := in_turns(messages)) == messages:
                 raise
-            return written(turns)
+            return render_messages(turns)
 
     return render() if size <= INLINE_BYTES else await asyncio.to_thread(render)
 
 
-def suited(
+def adapt_messages(
     service: Service, use: ToolUse, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> list[dict[str, Any]]:
     """What the template needs of the messages, once there are tools or calls; and the tools, where it does
@@ -62,13 +62,13 @@ def suited(
         return messages
     needs = service.template_needs
     example = call_format(use, service.formats).example
-    suited_messages = needs.suited(messages, example)
+    adapted_messages = needs.adapt_messages(messages, example)
     if needs.tools_told or not tools:
-        return suited_messages
+        return adapted_messages
     text = instructions(tools, example)
-    if suited_messages[0]["role"] != "system":
-        return [{"role": "system", "content": text}, *suited_messages]
+    if adapted_messages[0]["role"] != "system":
+        return [{"role": "system", "content": text}, *adapted_messages]
     return [
-        {**suited_messages[0], "content": f"{suited_messages[0]['content']}\n\n{text}"},
-        *suited_messages[1:],
+        {**adapted_messages[0], "content": f"{adapted_messages[0]['content']}\n\n{text}"},
+        *adapted_messages[1:],
     ]

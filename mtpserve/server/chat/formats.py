@@ -75,7 +75,7 @@ def shown(option: str, name: str | None) -> str:
 def calls_format(family: str | None, tokenizer: Tokenizer) -> str | None:
     """Returns the format in which the template renders a call. Otherwise returns the family's format, if the
     vocabulary has the token with which its calls begin."""
-    texts = [rendered(tokenizer, kind.suited([USER, *calling(VALUE)], "")) for kind in KINDS]
+    texts = [render_or_empty(tokenizer, kind.adapt_messages([USER, *calling(VALUE)], "")) for kind in KINDS]
     written = [text for text in texts if NAME in text]
     if written:
         return next((format for text in written if (format := layout_of(text)) is not None), None)
@@ -114,14 +114,14 @@ def squeezed(text: str) -> str:
 def reasoning_format(family: str | None, tokenizer: Tokenizer) -> str | None:
     """Returns the format for models that always reason, if the template always opens the reasoning. Otherwise
     returns the family's, which may find none."""
-    opened = rendered(tokenizer, [USER]).rstrip().endswith(ALWAYS.start)
+    opened = render_or_empty(tokenizer, [USER]).rstrip().endswith(ALWAYS.start)
     plain = family is None or REASONINGS.get(family) == SOMETIMES
     if opened and plain and not any(map(tokenizer.template_takes, SWITCHES)):
         return ALWAYS_REASONS
     return family or (MAY_REASON if tokenizer.template_mentions(ALWAYS.end) else None)
 
 
-def rendered(tokenizer: Tokenizer, messages: list[Message]) -> str:
+def render_or_empty(tokenizer: Tokenizer, messages: list[Message]) -> str:
     """Empty if the template refuses the messages, or if there is none."""
     try:
         return tokenizer.render_chat(messages).text

@@ -19,10 +19,10 @@ from mtpserve.core.kv_transfer import PageOffer
 from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.bodies import ChatRequest
-from mtpserve.server.chat.dialogue import asked_tools, rendered
+from mtpserve.server.chat.dialogue import render_prompt, tool_use_of
 from mtpserve.server.chat.service import Service
 from mtpserve.server.chat.steps.step_output import StepOutput
-from mtpserve.server.chat.tools import OutputPlan, output_plan, planned
+from mtpserve.server.chat.tools import OutputPlan, apply_output_plan, output_plan
 from mtpserve.server.http.errors import renamed
 from mtpserve.server.schema.fields import refuse_constant
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning
@@ -31,7 +31,6 @@ from mtpserve.text.requests import Spelling, request_of
 from mtpserve.text.tokenizer import Tokenizer
 
 MERGED_STEPS = 16  # steps of several choices that may wait to be written
-Added = list[tuple[int, str]]  # what a step adds: a block's index, which may be that of a new one, and text
 
 
 class OutputReader:
@@ -40,12 +39,9 @@ class OutputReader:
 
     def __init__(self, plan: OutputPlan, tokenizer: Tokenizer, include_reasoning: bool) -> None:
         self.parses = plan.thinking is not None or plan.calls is not None  # otherwise all text is content
-        self.tells_reasoning = include_reasoning and plan.thinking is not None
-        self._include_reasoning, self._several, self._tokenizer = (
-            include_reasoning,
-            plan.use.several,
-            tokenizer,
-        )
+        self.returns_reasoning = include_reasoning and plan.thinking is not None
+        self._include_reasoning, self._several = include_reasoning, plan.use.several
+        self._tokenizer = tokenizer
         self._calls_alone = plan.calls_alone
         self._parser = plan.parser()
         self._counter = None if plan.thinking is None else ReasoningCount(plan.thinking, plan.opening)
@@ -60,9 +56,9 @@ class OutputReader:
 
     def read(self, text: str, last: bool) -> list[Event]:
         events = self._parser.feed(text) + (self._parser.finish() if last else [])
-        return [event for event in events if self._wanted(event)]
+        return [event for event in events if self._is_included(event)]
 
-    def _wanted(self, event: Event) -> bool:
+    def _is_included(self, event: Event) -> bool:
         if isinstance(event, CallBegin | Arguments):
             return event.index == 0 or self._several
         if isinstance(event, Content):
@@ -72,13 +68,20 @@ class OutputReader:
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer. The text of a call is its arguments; `call_id` and `name` are a call's alone."""
+    """A stretch of an answer. A call's text is its arguments; `call_id` and `name` are a call's alone."""
 
     kind: Literal["reasoning", "text", "call"]
     text: str = ""
     call_id: str = ""
     name: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    num_streamed: int = 0  # characters that a stream has taken
+
+    def take(self) -> str:
+        """Returns the text since the last call, for a stream."""
+        text = self.text[self.num_streamed :]
+        self.num_streamed = len(self.text)
+        return text
 
     def arguments(self) -> dict[str, Any] | None:
         """The call's arguments; None if the model did not complete them, or wrote no JSON object."""
@@ -106,51 +109,47 @@ class Choice:
     offer: PageOffer | None = None  # its prompt's pages, where another node is to get them
     logprob: float = 0.0  # the sum over the tokens, where the request has log-probabilities
 
-    def add(self, step: StepOutput) -> Added:
-        """Pieces of one block that follow each other are one. An answer that was read has a block in the end,
-        which may be empty."""
+    def add(self, step: StepOutput) -> None:
+        """Extends the blocks. An answer that was read has a block in the end, which may be empty."""
         self.tokens += step.tokens
         if step.logprobs:
             self.logprob += sum(score.logprob for score in step.logprobs)
-        self.cached_tokens += step.cached
+        self.cached_tokens += step.num_cached_tokens
         self.finish, self.offer = step.finish, step.offer
         if self.reader is None or not self.reader.parses:
-            empty = self.reader is not None and step.finish is not None and not self.blocks
-            return [self._grown("text", step.text)] if step.text or empty else []
-        self.reasoning_tokens += self.reader.count(step.tokens)
-        events = self.reader.read(step.text, step.finish is not None)
-        if not events and not self.blocks and step.finish is not None:
-            events = [Content("")]
-        added: Added = []
-        for event in events:
-            index, text = self._add(event)
-            if added and added[-1][0] == index:
-                added[-1] = (index, added[-1][1] + text)
-            else:
-                added.append((index, text))
-        return added
+            if step.text:
+                self._extend("text", step.text)
+        else:
+            self.reasoning_tokens += self.reader.count(step.tokens)
+            for event in self.reader.read(step.text, step.finish is not None):
+                self._add(event)
+        if self.reader is not None and step.finish is not None and not self.blocks:
+            self._extend("text", "")
 
-    def _add(self, event: Event) -> tuple[int, str]:
-        """→ its block's index, and its text."""
+    def _add(self, event: Event) -> None:
         match event:
             case Content(text):
-                return self._grown("text", text)
+                self._extend("text", text)
             case Reasoning(text):
-                return self._grown("reasoning", text)
+                self._extend("reasoning", text)
             case CallBegin(_, id, name):
                 self.blocks.append(Block("call", call_id=id, name=name))
-                return len(self.blocks) - 1, ""
             case Arguments(_, text):
-                return self._grown("call", text)  # arguments of the call that began last
+                self._extend("call", text)  # arguments of the call that began last
             case _:
                 raise TypeError(f"{type(event).__name__} is in no block")
 
-    def _grown(self, kind: Literal["reasoning", "text", "call"], text: str) -> tuple[int, str]:
-        """A block of the kind is continued if it is the last one, and otherwise begins."""
+    def _extend(self, kind: Literal["reasoning", "text", "call"], text: str) -> None:
+        """Continues the last block if it is of this kind, and otherwise begins one."""
         if not self.blocks or self.blocks[-1].kind != kind:
             self.blocks.append(Block(kind))
         self.blocks[-1].text += text
-        return len(self.blocks) - 1, text
+
+    def unfinished_blocks(self, num_opened: int) -> Iterator[tuple[int, Block]]:
+        """Yields the blocks, with their index, that may have more text than a stream has taken: of
+        `num_opened` blocks in the stream the last one, and those that it has not opened."""
+        first = max(num_opened - 1, 0)
+        return enumerate(self.blocks[first:], first)
 
     @property
     def mean_logprob(self) -> float:
@@ -165,15 +164,17 @@ class Choice:
         return [block for block in self.blocks if block.kind == "call"]
 
     @property
-    def called(self) -> bool:
+    def ends_with_calls(self) -> bool:
         """True if the answer ended so that tools can answer."""
         return self.finish is Finish.STOP and bool(self.calls)
 
     @property
-    def matched(self) -> int | str | None:
+    def matched_stop(self) -> int | str | None:
         """What ended an output that stopped: a token, or a stop string."""
         return (
-            self.service.matched(self.request.sampling, self.tokens) if self.finish is Finish.STOP else None
+            self.service.matched_stop(self.request.sampling, self.tokens)
+            if self.finish is Finish.STOP
+            else None
         )
 
 
@@ -187,40 +188,29 @@ class Generation:
     timeout: float | None
     streaming: bool
 
-    async def steps(self) -> AsyncGenerator[Iterator[tuple[int, StepOutput, Added]], None]:
-        """Yields each step's choice, its output, and what it adds to the choice's blocks. One item has all
-        steps since the last one, which a choice gets one by one as the caller iterates."""
+    def stream(self) -> AsyncGenerator[list[StepOutput], None]:
+        """The steps of all choices as they come, for `add`. Closing it early ends the requests."""
         streams = [
-            self.service.generate(choice.request, self.arrival, self.timeout, streaming=self.streaming)
-            for choice in self.choices
+            self.service.generate(
+                choice.request, self.arrival, self.timeout, streaming=self.streaming, index=index
+            )
+            for index, choice in enumerate(self.choices)
         ]
-        if len(streams) == 1:  # without a task and a queue
-            async with contextlib.aclosing(streams[0]) as stream:
-                async for steps in stream:
-                    yield self._added(0, steps)
-            return
-        async with contextlib.aclosing(merge(streams)) as outputs:
-            async for index, steps in outputs:
-                yield self._added(index, steps)
+        return streams[0] if len(streams) == 1 else merge(streams)  # one needs neither a task nor a queue
 
-    def _added(self, index: int, steps: list[StepOutput]) -> Iterator[tuple[int, StepOutput, Added]]:
-        choice = self.choices[index]
-        for step in steps:
-            if choice.scores_only:
-                step = StepOutput(
-                    "",
-                    [],
-                    step.finish and Finish.LENGTH,
-                    prompt_logprobs=step.prompt_logprobs,
-                    cached=step.cached,
-                    offer=step.offer,
-                )
-            yield index, step, choice.add(step)
+    def add(self, step: StepOutput) -> StepOutput:
+        """Extends the step's choice. Returns what the client gets of the step."""
+        choice = self.choices[step.index]
+        if choice.scores_only:
+            step = step.without_output()
+        choice.add(step)
+        return step
 
-    async def whole(self) -> None:
-        async for steps in self.steps():
-            for _ in steps:
-                pass
+    async def run(self) -> None:
+        """Generates all choices to their end."""
+        async for steps in self.stream():
+            for step in steps:
+                self.add(step)
 
 
 def requests_of(
@@ -241,10 +231,10 @@ def requests_of(
     )
 
 
-async def continued(
+async def create_generation(
     service: Service, body: ChatRequest, id: str, arrival: float, at_most: int | None = None
 ) -> Generation:
-    """A conversation, continued. All checks of a request are made here, before the engine gets it.
+    """Continues a conversation. All checks of a request are made here, before the engine gets it.
 
     `id` is what /abort_request takes. `at_most` bounds the output where the context may bound it further.
     """
@@ -253,15 +243,15 @@ async def continued(
     sampling = body.sampling(service.tokenizer.defaults, body.wanted_tokens)
     with renamed({"logprobs": "top_logprobs"}):
         service.check_sampling(sampling)
-    use = asked_tools(service, body)
-    chat = await rendered(service, body, use)
+    use = tool_use_of(service, body)
+    chat = await render_prompt(service, body, use)
     begun = body.messages[-1].text() if body.continue_final_message else None
     plan = output_plan(
         use, chat.text, service.formats, begun=begun, separate_reasoning=body.separate_reasoning is not False
     )
-    sampling = planned(plan, sampling, service.tokenizer)
+    sampling = apply_output_plan(plan, sampling, service.tokenizer)
     spelling = await service.spelling(sampling)
-    prompt = service.truncated(
+    prompt = service.truncate(
         await service.encode_chat(chat), body.truncate_prompt_tokens, body.wanted_tokens, body.keeps_first
     )
     service.check_length(prompt, body.wanted_tokens, "messages")
@@ -281,31 +271,30 @@ async def continued(
 
 async def merge(
     streams: list[AsyncGenerator[list[StepOutput], None]],
-) -> AsyncGenerator[tuple[int, list[StepOutput]], None]:
-    """The outputs of all streams as they come, each with its stream's index. The first error ends them
-    all."""
-    queue: asyncio.Queue[tuple[int, list[StepOutput] | Exception | None]] = asyncio.Queue(MERGED_STEPS)
+) -> AsyncGenerator[list[StepOutput], None]:
+    """The outputs of all streams as they come. The first error ends them all."""
+    queue: asyncio.Queue[list[StepOutput] | Exception | None] = asyncio.Queue(MERGED_STEPS)
 
-    async def pump(index: int, stream: AsyncGenerator[list[StepOutput], None]) -> None:
+    async def pump(stream: AsyncGenerator[list[StepOutput], None]) -> None:
         try:
             async with contextlib.aclosing(stream):
                 async for steps in stream:
-                    await queue.put((index, steps))
-            await queue.put((index, None))
+                    await queue.put(steps)
+            await queue.put(None)
         except Exception as error:
-            await queue.put((index, error))
+            await queue.put(error)
 
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
     running = len(tasks)
     try:
         while running:
-            index, item = await queue.get()
+            item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
                 running -= 1
             else:
-                yield index, item
+                yield item
     finally:
         for task in tasks:
             task.cancel()

@@ -178,7 +178,7 @@ class Service:
         self.check_ids(sampling.allowed_token_ids, "allowed_token_ids")
         self.check_ids(list(sampling.logit_bias), "logit_bias")
 
-    def truncated(
+    def truncate(
         self, prompt: list[int], keep: int | None, max_tokens: int | None, first: bool = False
     ) -> list[int]:
         """The last `keep` tokens, or the `first` ones; -1: as many as fit in front of `max_tokens`, or of
@@ -208,7 +208,7 @@ class Service:
                 f"{both}; together they exceed the context of {context}{self.why_less}", "max_tokens"
             )
 
-    def matched(self, sampling: SamplingParams, tokens: Sequence[int]) -> int | str | None:
+    def matched_stop(self, sampling: SamplingParams, tokens: Sequence[int]) -> int | str | None:
         """What ended an output that stopped: a token, or a stop string."""
         last = tokens[-1] if tokens else None
         if last in sampling.stop_token_ids or (last in self.client.card.eos_ids and not sampling.ignore_eos):
@@ -247,12 +247,19 @@ class Service:
         return len(running)
 
     async def generate(
-        self, request: Request, arrival: float, timeout: float | None = None, *, streaming: bool = False
+        self,
+        request: Request,
+        arrival: float,
+        timeout: float | None = None,
+        *,
+        streaming: bool = False,
+        index: int = 0,
     ) -> AsyncGenerator[list[StepOutput], None]:
         """StepOutputs until one has `finish`, all that have come since the last: one, unless they are read
         late. Closing it early, a stop string and any error all end the request in the engine.
 
         `arrival` is perf_counter's; `timeout` is in seconds from there, and the server's own may be shorter.
+        `index` is the choice's in its answer.
         """
         if request.id in self._live:
             raise InvalidRequest(
@@ -263,13 +270,9 @@ class Service:
         )
         self._live[request.id] = clock
         self._log(request)
-        reader = StepReader(
-            Detokenizer(self.tokenizer.fast, request.sampling, self.client.card.eos_ids, request.prompt),
-            clock,
-        )
-        patience = Patience(
-            self.server_config.queue_timeout, shorter(self.server_config.request_timeout, timeout), arrival
-        )
+        reader = self._step_reader(request, clock, index)
+        config = self.server_config
+        patience = Patience(config.queue_timeout, shorter(config.request_timeout, timeout), arrival)
         arriving = self.client.submit(request)
         outcome = "abort"
         try:
@@ -305,6 +308,11 @@ class Service:
             del self._live[request.id]
             self._aborted.discard(request.id)
             clock.end(outcome)
+
+    def _step_reader(self, request: Request, clock: RequestClock, index: int) -> StepReader:
+        eos_ids = self.client.card.eos_ids
+        detokenizer = Detokenizer(self.tokenizer.fast, request.sampling, eos_ids, request.prompt)
+        return StepReader(detokenizer, clock, index)
 
     def _log(self, request: Request) -> None:
         if self.server_config.log_requests:

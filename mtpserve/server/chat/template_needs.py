@@ -34,20 +34,21 @@ class Needs:
     described: bool = False  # each tool has a description
     one_text: bool = False  # reasoning or a text before calls, and not both, as gpt-oss's template insists on
 
-    def suited(self, messages: Sequence[Message], example: str) -> list[Message]:
+    def adapt_messages(self, messages: Sequence[Message], example: str) -> list[Message]:
         """The same conversation, as the template takes it. `example`: of a call in the model's format."""
         if not any("tool_calls" in message for message in messages):
             return list(messages)
         return [
-            self._suited(message, example) for message in (single(messages) if self.one_call else messages)
+            self._adapt_message(message, example)
+            for message in (single(messages) if self.one_call else messages)
         ]
 
-    def suited_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    def adapt_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         if not self.described or tools is None:
             return tools
         return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
 
-    def _suited(self, message: Message, example: str) -> Message:
+    def _adapt_message(self, message: Message, example: str) -> Message:
         if self.short_ids and "tool_call_id" in message:
             return {**message, "tool_call_id": short(message["tool_call_id"])}
         if "tool_calls" not in message:
@@ -147,7 +148,7 @@ def needs_of(render: Render) -> Needs:
 
     def tried(needs: Needs, *messages: Message, tool: dict[str, Any] = TOOL) -> str:
         try:
-            return render(needs.suited(messages, Listed.example), [tool])
+            return render(needs.adapt_messages(messages, Listed.example), [tool])
         except InvalidRequest:
             return ""
 

@@ -32,6 +32,7 @@ MAX_TOOLS = 128  # OpenAI's limit
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}\Z")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 CHOICES = ("none", "auto", "required")
+ToolChoice = Literal["none", "auto", "required", "named"]
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 
 
@@ -42,7 +43,7 @@ class ToolUse:
 
     definitions: list[dict[str, Any]]  # as the client gave them
     tools: list[Tool]
-    choice: Literal["none", "auto", "required", "named"] = "none"
+    choice: ToolChoice = "none"
     only: str | None = None
     several: bool = True
 
@@ -56,7 +57,7 @@ class ToolUse:
         return self.choice in ("required", "named")
 
 
-def tool_use(
+def parse_tools(
     tools: Any, choice: Any, parallel: bool | None, formats: Formats, prompt_only: bool = False
 ) -> ToolUse:
     """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. `prompt_only`: nothing will be generated.
@@ -69,7 +70,7 @@ def tool_use(
             raise InvalidRequest(
                 f"tools[{index}].function.name: {name!r} is there twice", f"tools[{index}].function.name"
             )
-    kind, only = chosen(choice, bool(offered))
+    kind, only = parse_tool_choice(choice, bool(offered))
     if not offered:
         if kind in ("required", "named"):
             raise InvalidRequest(
@@ -138,7 +139,9 @@ def checked_name(name: Any, place: str) -> str:
     return name
 
 
-def chosen(choice: Any, offered: bool) -> tuple[Literal["none", "auto", "required", "named"], str | None]:
+def parse_tool_choice(
+    choice: Any, offered: bool
+) -> tuple[Literal["none", "auto", "required", "named"], str | None]:
     if choice is None:
         return "auto" if offered else "none", None
     if isinstance(choice, str) and choice in CHOICES:
@@ -198,7 +201,7 @@ def output_plan(
     return OutputPlan(use, calls, thinking, opening, separate_reasoning)
 
 
-def planned(plan: OutputPlan, sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+def apply_output_plan(plan: OutputPlan, sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """`sampling` with what the plan asks of it: the grammar of forced calls, room for reasoning, and markers
     that stay visible."""
     spell = spelled_by(tokenizer.marker_id)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import re
 import reprlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.exceptions import RequestValidationError
@@ -33,7 +33,6 @@ from mtpserve.core.errors import (
 )
 from mtpserve.server.http.rendering import JSON, Rendered
 
-T = TypeVar("T")
 MAX_ERRORS = 10
 MAX_INPUT = 200
 MAX_NAME = 80
@@ -162,14 +161,6 @@ def renamed(names: dict[str, str]) -> Iterator[None]:
         if error.param is None or renamed_param == error.param:
             raise
         raise type(error)(str(error).replace(error.param, renamed_param), renamed_param) from error
-
-
-async def renaming(objects: AsyncGenerator[T, None], names: dict[str, str]) -> AsyncGenerator[T, None]:
-    """The same while a stream is written: the engine may refuse what the route could not see."""
-    with renamed(names):
-        async with contextlib.aclosing(objects):
-            async for item in objects:
-                yield item
 
 
 def printable(text: str, limit: int) -> str:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from mtpserve.core.errors import RequestFailed
 from mtpserve.core.request import TokenLogprob
 from mtpserve.server.chat.bodies import GenerationRequest
-from mtpserve.server.chat.generation import Added, Choice, Generation
+from mtpserve.server.chat.generation import Choice, Generation
 from mtpserve.server.chat.steps.step_output import StepOutput
 from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import EventStream, unless_gone
@@ -41,7 +41,7 @@ Fields = dict[str, Any]  # the fields of a choice's Struct
 
 @dataclass(slots=True)
 class ChoiceWriter(ABC):
-    """One choice in OpenAI's layout. `chunks` gives what came since the last ones, `whole` all of it; one of
+    """One choice in OpenAI's layout. `chunks` gives what came since the last ones, `object` all of it; one of
     the two is used.
 
     `echo` is the prompt's text where it goes in front of the output, with the prompt's scores if
@@ -54,8 +54,8 @@ class ChoiceWriter(ABC):
     echo: str | None = None
     opened: int = 0  # blocks, in chunks
     started: bool = False  # in chunks: the choice's first one is written
-    # the prompt's fields of the whole answer, which no choice has
-    beside: Fields = field(default_factory=dict)
+    # of the whole answer, which no choice has
+    prompt_fields: Fields = field(default_factory=dict)
     names: TokenNames = field(init=False)
     _offsets: Offsets = field(init=False)
     _trace: Trace = field(init=False)
@@ -63,14 +63,14 @@ class ChoiceWriter(ABC):
     _steps: list[StepOutput] = field(default_factory=list)  # not shown yet
     _added: Added = field(default_factory=list)  # what these steps add
     _scored: list[TokenLogprob] = field(default_factory=list)  # the prompt's tokens from the second on
-    _begun: bool = False  # the prompt's part was shown
+    _prompt_written: bool = False
 
     prefix: ClassVar[str]  # the prefix of the answer's id
     chunk_object: ClassVar[str]
     # whose token ids and scores, where the request wants them, are beside the choices, not in them
     one_prompt: ClassVar[bool]
     opening: ClassVar[Fields | None] = None  # what a choice's first chunk has before any text
-    silent: ClassVar[Fields]  # what a chunk without text has
+    empty_delta: ClassVar[Fields]  # what a chunk without text has
     choice_type: ClassVar[type[CompletionChoice] | type[ChatChoice]]
     answer_type: ClassVar[type[CompletionObject] | type[ChatObject]]
 
@@ -96,16 +96,15 @@ class ChoiceWriter(ABC):
         """Returns the whole output."""
 
     @abstractmethod
-    def parts(self, added: Added) -> Iterable[Fields]:
-        """What was added, in parts that each become a chunk."""
+    def deltas(self, echo: str) -> Iterable[Fields]:
+        """Takes what the blocks have gained; each item becomes a chunk. `echo` goes in front."""
 
     @abstractmethod
     def logprobs(
         self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
     ) -> CompletionLogprobs | ChatLogprobs: ...
 
-    def add(self, step: StepOutput, added: Added) -> None:
-        self._added += added
+    def add(self, step: StepOutput) -> None:
         if not self._text_alone:
             self._steps.append(step)
             self._scored += step.prompt_logprobs or []
@@ -114,19 +113,19 @@ class ChoiceWriter(ABC):
         """The last one has the finish_reason. Empty while there is nothing to show: scores of the prompt
         alone, tokens that end inside a character, or text that may become something else than text."""
         finish = self.choice.finish
-        if finish is None and not (self._added if self._text_alone else self._shows()):
+        if finish is None and not (self._text_alone or self._has_content()):
             return []
-        added, beside = self._take()
-        parts = list(self.parts(added))
-        if not parts and (finish or beside):
-            parts = [{**self.silent}]
-        if parts:
-            parts[0] |= beside
+        echo = self.echo if self.echo and self._writes_prompt() else ""
+        deltas, fields = list(self.deltas(echo)), self._take_fields()
+        if not deltas and (finish or fields):
+            deltas = [{**self.empty_delta}]
+        if deltas:
+            deltas[0] |= fields
             if finish is not None:
-                parts[-1] |= {"finish_reason": self._finish_reason()} | self._ended()
-        return [ChunkChoice(self.index, **part) for part in parts]
+                deltas[-1] |= {"finish_reason": self._finish_reason()} | self._stop_fields()
+        return [ChunkChoice(self.index, **delta) for delta in deltas]
 
-    def _shows(self) -> bool:
+    def _has_content(self) -> bool:
         """True if a chunk has more to show than text that the parser has let through."""
         body, steps = self.body, self._steps
         shown = any(step.text or step.logprobs for step in steps)
@@ -134,57 +133,58 @@ class ChoiceWriter(ABC):
         return (
             shown
             or traced
-            or (self._begins() and (self.echo is not None or body.prompt_logprobs is not None))
+            or (self._writes_prompt() and (self.echo is not None or body.prompt_logprobs is not None))
         )
 
-    def whole(self) -> CompletionChoice | ChatChoice:
-        _, beside = self._take()
-        if self.one_prompt and "prompt_logprobs" in beside:
-            self.beside["prompt_logprobs"] = beside.pop("prompt_logprobs")
-        fields = self.output() | beside | self._ended()
+    def object(self) -> CompletionChoice | ChatChoice:
+        fields = self._take_fields()
+        if self.one_prompt and "prompt_logprobs" in fields:
+            self.prompt_fields["prompt_logprobs"] = fields.pop("prompt_logprobs")
+        fields = self.output() | fields | self._stop_fields()
         return self.choice_type(index=self.index, finish_reason=self._finish_reason(), **fields)
 
     def _finish_reason(self) -> str | None:
-        return "tool_calls" if self.choice.called else self.choice.finish
+        return "tool_calls" if self.choice.ends_with_calls else self.choice.finish
 
-    def _ended(self) -> Fields:
+    def _stop_fields(self) -> Fields:
         """What ended an output that stopped, in vLLM's word, for which the model's own end is nothing, and in
         SGLang's."""
-        matched = self.choice.matched
+        matched = self.choice.matched_stop
         by_client = isinstance(matched, str) or matched in self.choice.request.sampling.stop_token_ids
         return {"stop_reason": matched if by_client else None, "matched_stop": matched}
 
-    def _begins(self) -> bool:
+    def _writes_prompt(self) -> bool:
         """The prompt's part goes with the first tokens: its scores are complete by then."""
-        return not self._begun and any(step.tokens or step.finish is not None for step in self._steps)
+        is_ready = any(step.tokens or step.finish is not None for step in self._steps)
+        return is_ready and not self._prompt_written
 
-    def _take(self) -> tuple[Added, Fields]:
+    def _take_fields(self) -> Fields:
+        """What the steps since the last call have beside their text."""
+        fields: Fields = {}
         if self._text_alone:
-            added, self._added = self._added, []
-            return added, {}
-        begins, body, prompt = self._begins(), self.body, self.choice.request.prompt
-        steps, added = self._steps, self._added
-        self._steps, self._added, self._begun = [], [], self._begun or begins
-        beside: Fields = {}
+            return fields
+        writes_prompt, body, prompt = self._writes_prompt(), self.body, self.choice.request.prompt
+        steps, self._steps = self._steps, []
+        self._prompt_written = self._prompt_written or writes_prompt
         if (top := body.top_logprobs_wanted) is not None:
             tokens = [token for step in steps for token in step.tokens]
             scores: list[TokenLogprob | None] = [score for step in steps for score in step.logprobs or []]
-            if begins and self.echo is not None:
+            if writes_prompt and self.echo is not None:
                 tokens, scores = [*prompt, *tokens], [None, *self._prompt_scored(), *scores]
             if tokens:
-                beside["logprobs"] = self.logprobs(tokens, scores, self._offsets.take(tokens), top)
-        if body.prompt_logprobs is not None and begins:
+                fields["logprobs"] = self.logprobs(tokens, scores, self._offsets.take(tokens), top)
+        if body.prompt_logprobs is not None and writes_prompt:
             tokenizer = self.choice.service.tokenizer
-            beside["prompt_logprobs"] = prompt_scores(
+            fields["prompt_logprobs"] = prompt_scores(
                 tokenizer, prompt, self._prompt_scored(), body.prompt_logprobs
             )
         if body.return_token_ids:
-            beside["token_ids"] = [token for step in steps for token in step.tokens]
-            if begins and not self.one_prompt:
-                beside["prompt_token_ids"] = prompt
+            fields["token_ids"] = [token for step in steps for token in step.tokens]
+            if writes_prompt and not self.one_prompt:
+                fields["prompt_token_ids"] = prompt
         if body.return_spec_trace:
-            beside["spec_trace"] = [self._trace.step(step) for step in steps if step.tokens]
-        return [*([(0, self.echo)] if begins and self.echo else []), *added], beside
+            fields["spec_trace"] = [self._trace.step(step) for step in steps if step.tokens]
+        return fields
 
     def _prompt_scored(self) -> list[TokenLogprob]:
         prompt = self.choice.request.prompt
@@ -229,24 +229,24 @@ class Answer:
             {"prompt_token_ids": prompt} if body.return_token_ids and writer.one_prompt else {}
         )
 
-    def _add(self, index: int, step: StepOutput, added: Added) -> ChoiceWriter:
+    def _add(self, output: StepOutput) -> ChoiceWriter:
+        step = self.generation.add(output)
         self.usage.add(step)
-        writer = self.writers[index]
-        writer.add(step, added)
+        writer = self.writers[step.index]
+        writer.add(step)
         return writer
 
-    async def whole(self) -> CompletionObject | ChatObject:
-        async for steps in self.generation.steps():
+    async def object(self) -> CompletionObject | ChatObject:
+        async for steps in self.generation.stream():
             for step in steps:
-                self._add(*step)
-        answered_with = self._answered_with()
-        choices: Any = [writer.whole() for writer in answered_with]
-        fields = (
-            self._id | self._prompt_ids | answered_with[0].beside | answered(self.generation.choices[0].offer)
-        )
+                self._add(step)
+        writers = self._best_writers()
+        choices: Any = [writer.object() for writer in writers]
+        offer = self.generation.choices[0].offer
+        fields = self._id | self._prompt_ids | writers[0].prompt_fields | answered(offer)
         return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
 
-    def _answered_with(self) -> list[ChoiceWriter]:
+    def _best_writers(self) -> list[ChoiceWriter]:
         """Returns all choices, or the likeliest of each prompt, sorted and numbered anew."""
         generated, wanted = self.body.generated, self.body.choices
         if generated == wanted:
@@ -261,16 +261,16 @@ class Answer:
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
         """Chunks for each step that completed some text; the last one of a choice has its finish_reason, the
         very last one the usage."""
-        async with contextlib.aclosing(self.generation.steps()) as batches:
+        async with contextlib.aclosing(self.generation.stream()) as batches:
             async for steps in batches:
-                if chunks := [chunk for step in steps for chunk in self._step_chunks(*step)]:
+                if chunks := [chunk for step in steps for chunk in self._step_chunks(step)]:
                     yield chunks
         if self._with_usage:
             yield [Chunk(**self._head, choices=[], usage=self.usage.object())]
 
-    def _step_chunks(self, index: int, step: StepOutput, added: Added) -> list[Chunk]:
-        opening = self._opening(self.writers[index])
-        contents = self._add(index, step, added).chunks()
+    def _step_chunks(self, step: StepOutput) -> list[Chunk]:
+        opening = self._opening(self.writers[step.index])
+        contents = self._add(step).chunks()
         usage = self._usage()
         return [*opening, *(Chunk(**self._head, choices=[content], usage=usage) for content in contents)]
 
@@ -290,4 +290,4 @@ class Answer:
     async def respond(self, request: Request) -> Response:
         if self.body.stream:
             return EventStream(self.chunks(), self.generation.service.server_config.sse_keep_alive_interval)
-        return JSON(await unless_gone(request.receive, self.whole()))
+        return JSON(await unless_gone(request.receive, self.object()))

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.bodies import ChatRequest
-from mtpserve.server.chat.generation import Added, continued
+from mtpserve.server.chat.generation import create_generation
 from mtpserve.server.chat.service import Served
 from mtpserve.server.http.errors import renamed
 from mtpserve.server.openai import objects
@@ -29,7 +29,7 @@ class ChatWriter(ChoiceWriter):
     chunk_object = "chat.completion.chunk"
     one_prompt = True
     opening: ClassVar[Fields | None] = {"delta": objects.Delta("assistant", "")}
-    silent: ClassVar[Fields] = {"delta": objects.Delta()}
+    empty_delta: ClassVar[Fields] = {"delta": objects.Delta()}
     choice_type = objects.ChatChoice
     answer_type = objects.ChatObject
 
@@ -41,16 +41,15 @@ class ChatWriter(ChoiceWriter):
             for call in choice.calls
         ]
         message = objects.AnswerMessage("assistant", content or (None if calls or reasoning else ""))
-        if choice.reader is not None and choice.reader.tells_reasoning:
+        if choice.reader is not None and choice.reader.returns_reasoning:
             message.reasoning_content = message.reasoning = reasoning or None
         if calls:
             message.tool_calls = calls
         return {"message": message}
 
-    def parts(self, added: Added) -> Iterator[Fields]:
-        for index, text in added:
-            block = self.choice.blocks[index]
-            begins, self.opened = index >= self.opened, index + 1
+    def deltas(self, echo: str) -> Iterator[Fields]:
+        for index, block in self.choice.unfinished_blocks(self.opened):
+            begins, self.opened, text = index >= self.opened, index + 1, block.take()
             match block.kind:
                 case "text" if text:
                     yield {"delta": objects.Delta(content=text)}
@@ -84,5 +83,5 @@ async def chat(request: Request, service: Served, body: ChatRequest) -> Response
     if body.max_completion_tokens is not None:
         service.check_sampling(SamplingParams(max_tokens=body.max_tokens))
     with renamed({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
-        generation = await continued(service, body, id, arrival)
+        generation = await create_generation(service, body, id, arrival)
     return await Answer(id, body, generation, ChatWriter).respond(request)

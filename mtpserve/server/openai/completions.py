@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from mtpserve.core.request import TokenLogprob
 from mtpserve.server.chat.bodies import CompletionRequest
-from mtpserve.server.chat.generation import Added, Choice, Generation, requests_of
+from mtpserve.server.chat.generation import Choice, Generation, requests_of
 from mtpserve.server.chat.service import Served
 from mtpserve.server.openai.answer import Answer, ChoiceWriter, Fields, id_of
 from mtpserve.server.openai.logprobs import completion_logprobs
@@ -27,15 +27,15 @@ class CompletionWriter(ChoiceWriter):
     prefix = "cmpl"
     chunk_object = "text_completion"
     one_prompt = False
-    silent: ClassVar[Fields] = {"text": ""}
+    empty_delta: ClassVar[Fields] = {"text": ""}
     choice_type = CompletionChoice
     answer_type = CompletionObject
 
     def output(self) -> Fields:
         return {"text": (self.echo or "") + self.choice.text()}
 
-    def parts(self, added: Added) -> list[Fields]:
-        text = "".join(text for _, text in added)
+    def deltas(self, echo: str) -> list[Fields]:
+        text = echo + "".join(block.take() for block in self.choice.blocks)
         return [{"text": text}] if text else []
 
     def logprobs(
@@ -66,7 +66,7 @@ async def completions(request: Request, service: Served, body: CompletionRequest
             service.check_ids(ids if body.truncate_prompt_tokens else ids[:context], "prompt")
         whole, ids = (
             len(ids),
-            service.truncated(ids, body.truncate_prompt_tokens, body.max_tokens, body.keeps_first),
+            service.truncate(ids, body.truncate_prompt_tokens, body.max_tokens, body.keeps_first),
         )
         service.check_length(ids, body.max_tokens, "prompt")
         max_tokens = (

@@ -88,7 +88,7 @@ class Usage:
         if not proposal.tokens:
             return
         self.draft_tokens += len(proposal.tokens)
-        accepted_nodes = step.kept
+        accepted_nodes = step.accepted_nodes
         self.accepted_tokens += len(accepted_nodes)
         self.predicted += proposal.sources.count(PREDICTION)
         self.predicted_accepted += sum(proposal.sources[node - 1] == PREDICTION for node in accepted_nodes)
@@ -118,7 +118,7 @@ class Trace:
 
     def step(self, step: StepOutput) -> TraceStep:
         proposal: Proposal = step.proposal
-        accepted_nodes, tokenizer = set(step.kept), self._tokenizer
+        accepted_nodes, tokenizer = set(step.accepted_nodes), self._tokenizer
         nodes = enumerate(zip(proposal.tokens, proposal.parents, proposal.sources, strict=True), 1)
         return TraceStep(
             step.tokens,

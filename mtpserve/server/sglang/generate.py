@@ -18,7 +18,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.generation import Choice, Generation, requests_of
 from mtpserve.server.chat.service import Served, Service
 from mtpserve.server.chat.steps.step_output import StepOutput
-from mtpserve.server.http.errors import renamed, renaming
+from mtpserve.server.http.errors import renamed
 from mtpserve.server.http.rendering import JSON, Rendered, finite
 from mtpserve.server.http.sse import EventStream, unless_gone
 from mtpserve.server.sglang.generate_body import DEFAULT_MAX_TOKENS, NativeRequest, Wanted
@@ -90,7 +90,7 @@ class NativeChoice:
         self.prompt_scores += step.prompt_logprobs or []
         if step.proposal.tokens:
             self.proposed += len(step.proposal.tokens)
-            self.correct.append(len(step.kept))
+            self.correct.append(len(step.accepted_nodes))
 
     def object(self) -> Generated:
         meta = MetaInfo(
@@ -109,7 +109,7 @@ class NativeChoice:
         if finish is Finish.LENGTH:
             return FinishReason("length", length=len(self.choice.tokens))
         if finish is Finish.STOP:
-            return FinishReason("stop", matched=self.choice.matched)
+            return FinishReason("stop", matched=self.choice.matched_stop)
         return FinishReason(finish.value)
 
     def _add_speculation(self, meta: MetaInfo) -> None:
@@ -208,25 +208,31 @@ async def generate(request: Request, service: Served, body: NativeRequest) -> Re
     )
     several = body.listed or body.choices > 1
 
-    def chunk(index: int, step: StepOutput) -> Generated:
-        native_choices[index].add(step)
-        grown = native_choices[index].object()
-        grown.index = index if several else UNSET
-        return grown
+    def add(step: StepOutput) -> NativeChoice:
+        native = native_choices[step.index]
+        native.add(generation.add(step))
+        return native
+
+    def chunk(step: StepOutput) -> Generated:
+        generated = add(step).object()
+        generated.index = step.index if several else UNSET
+        return generated
 
     async def chunks() -> AsyncGenerator[list[Generated], None]:
-        async with contextlib.aclosing(generation.steps()) as batches:
-            async for steps in batches:
-                yield [chunk(index, step) for index, step, _ in steps]
+        # The engine may refuse what the route could not see.
+        with renamed(RENAMED):
+            async with contextlib.aclosing(generation.stream()) as batches:
+                async for steps in batches:
+                    yield [chunk(step) for step in steps]
 
-    async def whole() -> list[Generated]:
-        async for steps in generation.steps():
-            for index, step, _ in steps:
-                native_choices[index].add(step)
+    async def answers() -> list[Generated]:
+        async for steps in generation.stream():
+            for step in steps:
+                add(step)
         return [native.object() for native in native_choices]
 
     if body.stream:
-        return EventStream(renaming(chunks(), RENAMED), service.server_config.sse_keep_alive_interval)
+        return EventStream(chunks(), service.server_config.sse_keep_alive_interval)
     with renamed(RENAMED):
-        answers = await unless_gone(request.receive, whole())
-    return JSON(answers if several else answers[0])
+        generated = await unless_gone(request.receive, answers())
+    return JSON(generated if several else generated[0])

@@ -12,7 +12,7 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.chat import forms
 from mtpserve.server.chat.formats import Formats
 from mtpserve.server.chat.service import MAX_BYTES_PER_TOKEN, Served, Service
-from mtpserve.server.chat.tools import call_format, tool_use
+from mtpserve.server.chat.tools import call_format, parse_tools
 from mtpserve.server.http.errors import ContextLengthExceeded
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.schema.base import Strict
@@ -73,7 +73,7 @@ async def parse_function_call(service: Served, body: ParseFunctionCall) -> Respo
         "tool_call_parser",
     )
     formats = Formats(name, None)
-    use = tool_use(body.tools, None, None, formats)
+    use = parse_tools(body.tools, None, None, formats)
     events = await taken_apart(service, body.text, OutputParser(calls=call_format(use, formats)))
     names = [tool.name for tool in use.tools]
     calls: list[ParsedCall] = []

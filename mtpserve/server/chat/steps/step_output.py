@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+from msgspec import structs
 
 from mtpserve.core.kv_transfer import PageOffer
 from mtpserve.core.request import Finish, Proposal, TokenEvent, TokenLogprob
@@ -22,14 +23,27 @@ class StepOutput(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`
     prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens
     proposal: Proposal = Proposal()
-    accepted: int = 0  # proposed tokens that the step accepted, before any stop string
-    cached: int = 0  # with the first token: of the prompt, found in the prefix cache
+    num_accepted_tokens: int = 0  # proposed tokens that the step accepted, before any stop string
+    num_cached_tokens: int = 0  # with the first token: of the prompt, found in the prefix cache
     offer: PageOffer | None = None  # with `finish`
+    index: int = 0  # of the choice in its answer
 
     @property
-    def kept(self) -> list[int]:
-        """Those accepted that are in the text, as nodes of the proposal."""
-        return self.proposal.path[: min(self.accepted, len(self.tokens))]
+    def accepted_nodes(self) -> list[int]:
+        """Accepted tokens that are in the text, as nodes of the proposal."""
+        return self.proposal.path[: min(self.num_accepted_tokens, len(self.tokens))]
+
+    def without_output(self) -> StepOutput:
+        """The step where the client wants the prompt's scores alone: no text and no tokens."""
+        return structs.replace(
+            self,
+            text="",
+            tokens=[],
+            finish=self.finish and Finish.LENGTH,
+            logprobs=None,
+            proposal=Proposal(),
+            num_accepted_tokens=0,
+        )
 
 
 @dataclass(slots=True)
@@ -38,6 +52,7 @@ class StepReader:
 
     detokenizer: Detokenizer
     clock: RequestClock
+    index: int = 0  # of the choice in its answer
     started: bool = False  # a token has come
     finish: Finish | None = None
     error: str | None = None  # the request has failed, after what was read
@@ -71,13 +86,14 @@ class StepReader:
         step = StepOutput(
             text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.num_accepted_tokens,
             event.num_cached_tokens,
-            event.offer
+            event.offer,
+            self.index,
         )  # fmt: skip
         if step.proposal.tokens:
-            self.clock.verified(len(step.proposal.tokens), len(step.kept))
+            self.clock.verified(len(step.proposal.tokens), len(step.accepted_nodes))
         return step
 
     def aborted(self) -> StepOutput:
         """The client has ended the request by its id."""
         self.finish = Finish.ABORT
-        return StepOutput(self.detokenizer.finish(), [], self.finish)
+        return StepOutput(self.detokenizer.finish(), [], self.finish, index=self.index)

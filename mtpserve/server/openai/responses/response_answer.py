@@ -16,10 +16,11 @@ from mtpserve.core.errors import MTPServeError
 from mtpserve.core.request import Finish
 from mtpserve.server.chat.conversation import CalledFunction, ChatMessage, MessageToolCall
 from mtpserve.server.chat.generation import Block, Choice, Generation
-from mtpserve.server.http.errors import describe
+from mtpserve.server.chat.steps.step_output import StepOutput
+from mtpserve.server.http.errors import describe, renamed
 from mtpserve.server.openai.responses import response_objects as objects
 from mtpserve.server.openai.responses.items import ResponseInput
-from mtpserve.server.openai.responses.response_body import ResponsesRequest
+from mtpserve.server.openai.responses.response_body import RENAMED, ResponsesRequest
 from mtpserve.server.openai.responses.store import ResponseStore, Stored
 
 EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
@@ -53,7 +54,7 @@ class ResponseAnswer:
 
     def keep(self) -> None:
         said = (
-            [spoken(self.choice)]
+            [assistant_message(self.choice)]
             if any(block.text or block.kind == "call" for block in self.choice.blocks)
             else []
         )
@@ -124,7 +125,7 @@ class ResponseAnswer:
         )
 
 
-def spoken(choice: Choice) -> ChatMessage:
+def assistant_message(choice: Choice) -> ChatMessage:
     """The answer as the conversation goes on from it, without calls that were cut off: templates could not
     write them."""
     calls = [
@@ -160,7 +161,7 @@ def item_id(block: Block) -> str:
     return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.id
 
 
-def begun(block: Block, members: Members) -> objects.AnyItem:
+def opening_item(block: Block, members: Members) -> objects.AnyItem:
     """The item before it has any text."""
     empty = item(replace(block, text=""), "in_progress", members)
     return empty if isinstance(empty, objects.CallItem) else structs.replace(empty, content=[])
@@ -184,20 +185,28 @@ class EventWriter:
         where = {"item_id": item_id(block), "output_index": index}
         return where if block.kind == "call" else where | {"content_index": 0}
 
-    def grown(self, index: int, text: str) -> Iterator[objects.ResponseEvent]:
-        block = self.answer.choice.blocks[index]
-        if index == self.opened:
-            yield from self.closed()
-            self.opened += 1
-            yield self.event("output_item.added", output_index=index, item=begun(block, self.answer.members))
-            if block.kind != "call":
-                empty = part(Block(block.kind))
-                yield self.event("content_part.added", **self.place(index), part=empty)
-        if text:
-            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-            yield self.event(f"{EVENTS[block.kind]}.delta", **self.place(index), delta=text, **more)
+    def opening_events(self) -> list[objects.ResponseEvent]:
+        empty = self.answer.object()
+        return [self.event("created", response=empty), self.event("in_progress", response=empty)]
 
-    def closed(self) -> Iterator[objects.ResponseEvent]:
+    def step_events(self, step: StepOutput) -> Iterator[objects.ResponseEvent]:
+        self.answer.generation.add(step)
+        if self.answer.only_prompt:
+            return
+        for index, block in self.answer.choice.unfinished_blocks(self.opened):
+            if index == self.opened:
+                yield from self.closing_events()
+                self.opened += 1
+                item = opening_item(block, self.answer.members)
+                yield self.event("output_item.added", output_index=index, item=item)
+                if block.kind != "call":
+                    empty = part(Block(block.kind))
+                    yield self.event("content_part.added", **self.place(index), part=empty)
+            if text := block.take():
+                more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+                yield self.event(f"{EVENTS[block.kind]}.delta", **self.place(index), delta=text, **more)
+
+    def closing_events(self) -> Iterator[objects.ResponseEvent]:
         """What ends the item that is open, if one is."""
         if not self.opened:
             return
@@ -219,29 +228,23 @@ class EventWriter:
 async def events(answer: ResponseAnswer) -> AsyncGenerator[list[objects.ResponseEvent], None]:
     """A request that is refused before its first token gets a status code instead."""
     writer, started = EventWriter(answer), False
-    try:
-        async with contextlib.aclosing(answer.generation.steps()) as batches:
-            async for steps in batches:
-                opening: list[objects.ResponseEvent] = []
-                if not started:
-                    started, empty = True, answer.object()
-                    opening = [
-                        writer.event("created", response=empty),
-                        writer.event("in_progress", response=empty),
-                    ]
-                added = [addition for _, _, grown in steps for addition in grown if not answer.only_prompt]
-                grown = [event for index, text in added for event in writer.grown(index, text)]
-                if some := [*opening, *grown]:
-                    yield some
-        answer.finished()
-        # The API has no event of its own for one that was cancelled.
-        end = "completed" if answer.status == "completed" else "incomplete"
-        yield [*writer.closed(), writer.event(end, response=answer.object())]
-    except MTPServeError as error:
-        answer.failed(error)
-        if not started:
-            raise
-        yield [writer.event("failed", response=answer.object())]
-    finally:
-        if answer.status == "in_progress":
+    with renamed(RENAMED):  # the engine may refuse what the route could not see
+        try:
+            async with contextlib.aclosing(answer.generation.stream()) as batches:
+                async for steps in batches:
+                    opening = [] if started else writer.opening_events()
+                    started = True
+                    if some := [*opening, *(event for step in steps for event in writer.step_events(step))]:
+                        yield some
             answer.finished()
+            # The API has no event of its own for one that was cancelled.
+            end = "completed" if answer.status == "completed" else "incomplete"
+            yield [*writer.closing_events(), writer.event(end, response=answer.object())]
+        except MTPServeError as error:
+            answer.failed(error)
+            if not started:
+                raise
+            yield [writer.event("failed", response=answer.object())]
+        finally:
+            if answer.status == "in_progress":
+                answer.finished()

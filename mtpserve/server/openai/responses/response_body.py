@@ -26,6 +26,11 @@ from mtpserve.server.schema.fields import either
 from mtpserve.server.schema.shapes import SAMPLING, TEXT, Schema, needs
 from mtpserve.text.requests import check_text
 
+# A chat request's fields as this API names them.
+RENAMED = {
+    "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text",
+    "reasoning_effort": "reasoning", ".function": "",
+}  # fmt: skip
 # Accepted, and never included: reasoning is not encrypted here, and the others are of tools that other
 # servers run.
 NOTHING_TO_INCLUDE = frozenset(

@@ -12,16 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import MTPServeError
-from mtpserve.server.chat.dialogue import asked_tools, rendered
+from mtpserve.server.chat.dialogue import render_prompt, tool_use_of
 from mtpserve.server.chat.service import Served
-from mtpserve.server.http.errors import NotStored, renamed, renaming
+from mtpserve.server.http.errors import NotStored, renamed
 from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
 from mtpserve.server.openai.responses.items import Order, given, page
 from mtpserve.server.openai.responses.response_answer import events
-from mtpserve.server.openai.responses.response_body import InputTokensRequest, ResponsesRequest
+from mtpserve.server.openai.responses.response_body import RENAMED, InputTokensRequest, ResponsesRequest
 from mtpserve.server.openai.responses.response_objects import DeletedResponse, InputTokens
-from mtpserve.server.openai.responses.start import RENAMED, before_of, begun
+from mtpserve.server.openai.responses.start import before_of, create_response
 from mtpserve.server.openai.responses.store import ResponseStore
 
 MAX_PAGE = 100
@@ -37,14 +37,12 @@ async def create(request: Request, service: Served, body: ResponsesRequest) -> R
     arrival = perf_counter()
     stores = [store_of(request)]
     before, id = before_of(body, stores), f"resp_{uuid.uuid4().hex}"
-    answer = await begun(service, body, id, before, [] if body.store is False else stores, arrival)
+    answer = await create_response(service, body, id, before, [] if body.store is False else stores, arrival)
     if body.stream:
-        return NamedEventStream(
-            renaming(events(answer), RENAMED), service.server_config.sse_keep_alive_interval
-        )
+        return NamedEventStream(events(answer), service.server_config.sse_keep_alive_interval)
     try:
         with renamed(RENAMED):
-            await unless_gone(request.receive, answer.generation.whole())
+            await unless_gone(request.receive, answer.generation.run())
     except MTPServeError as error:
         answer.failed(error)
         raise
@@ -80,7 +78,7 @@ async def count_input(request: Request, service: Served, body: InputTokensReques
     with renamed(RENAMED | offer.places):
         chat = body.chat(given(before, body.input or []).conversation, offer)
         tokens = await service.encode_chat(
-            await rendered(service, chat, asked_tools(service, chat, prompt_only=True))
+            await render_prompt(service, chat, tool_use_of(service, chat, prompt_only=True))
         )
     return JSON(InputTokens("response.input_tokens", len(tokens)))
 

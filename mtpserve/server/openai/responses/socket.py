@@ -37,13 +37,12 @@ from mtpserve.server.http.errors import (
     Unsupported,
     describe,
     error_body,
-    renaming,
     validation_message,
 )
 from mtpserve.server.http.rendering import Rendered
 from mtpserve.server.openai.responses.response_answer import events
 from mtpserve.server.openai.responses.response_body import ResponsesRequest
-from mtpserve.server.openai.responses.start import RENAMED, before_of, begun
+from mtpserve.server.openai.responses.start import before_of, create_response
 from mtpserve.server.openai.responses.store import ResponseStore
 from mtpserve.server.schema.base import Label
 
@@ -173,9 +172,11 @@ class Connection:
         body = event.model_copy(update={"stream": True})
         stores = [self.own] if body.store is False else [self.own, self.shared]
         before = before_of(body, [self.own, self.shared])
-        answer = await begun(self.service, body, id, before, stores, arrival, only_prompt=event.only_prompt)
+        answer = await create_response(
+            self.service, body, id, before, stores, arrival, only_prompt=event.only_prompt
+        )
         answer.stream_id = stream_id
-        async with contextlib.aclosing(renaming(events(answer), RENAMED)) as batches:
+        async with contextlib.aclosing(events(answer)) as batches:
             async for some in batches:
                 for response_event in some:
                     await self._send(response_event)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtpserve.server.chat.generation import continued
+from mtpserve.server.chat.generation import create_generation
 from mtpserve.server.chat.service import Service
 from mtpserve.server.http.errors import PreviousNotStored, renamed
 from mtpserve.server.openai.responses.items import given
 from mtpserve.server.openai.responses.response_answer import ResponseAnswer
-from mtpserve.server.openai.responses.response_body import InputTokensRequest, ResponsesRequest
+from mtpserve.server.openai.responses.response_body import RENAMED, InputTokensRequest, ResponsesRequest
 from mtpserve.server.openai.responses.store import ResponseStore, Stored
-
-RENAMED = {
-    "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text",
-    "reasoning_effort": "reasoning", ".function": "",
-}  # fmt: skip
 
 
 def before_of(body: InputTokensRequest, stores: Sequence[ResponseStore]) -> Stored | None:
@@ -32,7 +27,7 @@ def before_of(body: InputTokensRequest, stores: Sequence[ResponseStore]) -> Stor
     return source_store.get(id, "previous_response_id")
 
 
-async def begun(
+async def create_response(
     service: Service,
     body: ResponsesRequest,
     id: str,
@@ -52,6 +47,6 @@ async def begun(
         chat = body.chat(made_from.conversation, offer)
         if only_prompt:  # the engine computes a token for every prompt, which is then left out
             chat = chat.model_copy(update={"max_tokens": 1, "min_tokens": None})
-        generation = await continued(service, chat, id, arrival)
+        generation = await create_generation(service, chat, id, arrival)
     generation.choices[0].scores_only = only_prompt
     return ResponseAnswer(id, body, generation, stores, made_from, offer.members, only_prompt)
