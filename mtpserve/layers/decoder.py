@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -48,12 +48,9 @@ class Methods:
         return self.draft if drafts else self.layers
 
 
-class StoresRows(Protocol):
-    """What an attention module offers in addition to its call."""
-
-    def store(self, x: Tensor, rotation: Rotation, context: Context) -> object:
-        """x [T, hidden]: the rows' keys and values are stored, and nothing is attended to."""
-        ...
+# what an attention module offers in addition to its call: x [T, hidden]; the rows' keys and values are
+# stored, and nothing is attended to
+StoreRows = Callable[[Tensor, Rotation, Context], object]
 
 
 class DecoderLayer(nn.Module):
@@ -86,8 +83,9 @@ class DecoderLayer(nn.Module):
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> None:
         """Stores keys and values, the part of `forward` that other rows need."""
-        assert self.attention_norm is not None
-        cast(StoresRows, self.attention).store(self.attention_norm(x), rotation, context)
+        assert self.attention is not None and self.attention_norm is not None
+        store = cast(StoreRows, self.attention.store)
+        store(self.attention_norm(x), rotation, context)
 
 
 class DraftHead(nn.Module):

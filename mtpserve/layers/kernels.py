@@ -22,13 +22,8 @@ from mtpserve.core.protocols.parallel import ALONE, Ranks, SpreadExperts
 from mtpserve.core.registry import Registry
 from mtpserve.layers.rope import Rotation
 
-
-class AddRMSNorm(Protocol):
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, /
-    ) -> tuple[Tensor, Tensor]:
-        """x [T, H], residual [T, H] or None, weight [H] → (rms_norm(x + residual) * weight, x + residual)."""
-        ...
+# x [T, H], residual [T, H] or None, weight [H], eps → (rms_norm(x + residual) * weight, x + residual)
+AddRMSNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
 
 
 class Residual(Protocol):
@@ -38,13 +33,9 @@ class Residual(Protocol):
     def __add__(self, x: Tensor, /) -> Tensor: ...
 
 
-class Gated(Protocol):
-    def __call__(
-        self, gate_up: Callable[[Tensor], Tensor], x: Tensor, gate: ClampedGate | None = None, /
-    ) -> Tensor:
-        """gate_up: a layers.linear.Linear with 2 size outputs; x [T, H] → [T, size]: silu of its first half
-        times the second, or as `gate` has it."""
-        ...
+# gate_up: a layers.linear.Linear with 2 size outputs; x [T, H]; the gate → [T, size]: silu of its first half
+# times the second, or as the gate has it
+Gated = Callable[[Callable[[Tensor], Tensor], Tensor, ClampedGate | None], Tensor]
 
 
 class HeadNorms(NamedTuple):
@@ -55,46 +46,21 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-class RopeStore(Protocol):
-    def __call__(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        heads: int,
-        norms: HeadNorms | None,
-        /,
-    ) -> Tensor:
-        """qkv [T, heads + 2 kv_heads, D] → rotated q [T, heads, D]; rotated k, and v, are stored in `slots`
-        [T] of keys and values. q and k are normed before."""
-        ...
+# qkv [T, heads + 2 kv_heads, D], rotation, slots [T], keys, values, heads, norms → rotated q [T, heads, D].
+# Rotated k, and v, are stored in `slots` of keys and values. q and k are normed before.
+RopeStore = Callable[[Tensor, Rotation, Tensor, Tensor, Tensor, int, HeadNorms | None], Tensor]
 
+# q [T, heads, nope + rope], row [T, rank + rope], rotation, slots [T], keys [slots, 1, rank + rope], norm
+# [rank], eps, nope, out → the rotated part of q [T, heads, rope], in `out` if that is given, which may be a
+# part of something wider. The latent, normed, and the rotated key after it are stored in `slots` of keys.
+LatentStore = Callable[[Tensor, Tensor, Rotation, Tensor, Tensor, Tensor, float, int, Tensor | None], Tensor]
 
-class LatentStore(Protocol):
-    def __call__(
-        self, q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor,
-        eps: float, nope: int,
-        out: Tensor | None = None, /,
-    ) -> Tensor:  # fmt: skip
-        """q [T, heads, nope + rope], row [T, rank + rope] → the rotated part of q [T, heads, rope], in `out`
-        if that is given, which may be a part of something wider; the latent, normed with `norm` [rank] and
-        `eps`, and the rotated key after it are stored in `slots` [T] of `keys` [slots, 1, rank + rope]."""
-        ...
+# x [T, H] → weights [T, top_k] float32, experts [T, top_k]
+Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-
-class Route(Protocol):
-    def __call__(self, x: Tensor, /) -> tuple[Tensor, Tensor]:
-        """x [T, H] → weights [T, top_k] float32, experts [T, top_k]."""
-        ...
-
-
-class PackRouter(Protocol):
-    def __call__(self, weight: Tensor, bias: Tensor | None, arch: MoEArch, /) -> Route:
-        """weight [E, H] and bias [E] float32, after loading; a bias where `arch.router_bias` says what it is.
-        May reorder the memory of the weight, as core.protocols.linear.Pack."""
-        ...
+# weight [E, H] and bias [E] float32, after loading; a bias where `arch.router_bias` says what it is. It may
+# reorder the memory of the weight, as core.protocols.linear.Pack.
+PackRouter = Callable[[Tensor, Tensor | None, MoEArch], Route]
 
 
 class Matrix(Protocol):
@@ -165,51 +131,44 @@ class RoutedExperts(Protocol):
         ...
 
 
-class MixExperts(Protocol):
-    def __call__(self, x: Tensor, weights: Tensor, topk_ids: Tensor, /) -> Tensor:
-        """x [T, H], weights and topk_ids [T, K] → [T, H]: the chosen experts' outputs by their weights, and
-        the shared expert's."""
-        ...
+# x [T, H], weights and topk_ids [T, K] → [T, H]: the outputs of these experts by their weights, and the
+# shared expert's
+MixExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# Packs experts after loading, also the shared expert and its gate. It may reorder the memory of the experts'
+# weights, as core.protocols.linear.Pack.
+PackExperts = Callable[[RoutedExperts, SharedExpert | None, Gate | None], MixExperts]
+
+# x [T, heads, K], out → [T, heads, N], in `out` if that is given: each head's rows by the head's own matrix.
+# Both may be parts of something wider.
+HeadProducts = Callable[[Tensor, Tensor | None], Tensor]
+
+# kv_up [heads * (nope + value), rank], heads, nope → each head's products with its two parts, from nope
+# numbers to rank and from rank to value. nope may be 0: only the second one is of use then. It may reorder
+# kv_up's memory, as core.protocols.linear.Pack.
+PackHeads = Callable[[Tensor, int, int], tuple[HeadProducts, HeadProducts]]
 
 
-class PackExperts(Protocol):
-    def __call__(
-        self, experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, /
-    ) -> MixExperts:
-        """Packs experts after loading, also the shared expert and its gate. May reorder the memory of the
-        experts' weights, as core.protocols.linear.Pack."""
-        ...
+# x [T, H], or of several residual streams [T, streams * H]; rotation, contexts, taps → the norm of the last
+# layer's output [T, H], that output, and the outputs of the layers `taps`, all streams of each side by side
+RunLayers = Callable[
+    [Tensor, Rotation, Sequence[Context], tuple[int, ...]], tuple[Tensor, Tensor, list[Tensor]]
+]
 
 
-class HeadProducts(Protocol):
-    def __call__(self, x: Tensor, out: Tensor | None = None, /) -> Tensor:
-        """x [T, heads, K] → [T, heads, N], in `out` if that is given: each head's rows by the head's own
-        matrix. Both may be parts of something wider."""
-        ...
+# layers.decoder.DecoderLayer: x [T, H], residual, rotation, context → the layer's output, and the residual
+Layer = Callable[[Tensor, Residual | None, Rotation, Context], tuple[Tensor, Residual]]
 
 
-class PackHeads(Protocol):
-    def __call__(self, kv_up: Tensor, heads: int, nope: int, /) -> tuple[HeadProducts, HeadProducts]:
-        """kv_up [heads * (nope + value), rank] → each head's products with its two parts, from nope numbers
-        to rank and from rank to value. nope may be 0: only the second one is of use then. May reorder kv_up's
-        memory, as core.protocols.linear.Pack."""
-        ...
-
-
-class Layer(Protocol):
-    """layers.decoder.DecoderLayer"""
+class StoringLayer(Protocol):
+    """A Layer whose keys and values can be stored alone."""
 
     def __call__(
         self, x: Tensor, residual: Residual | None, rotation: Rotation, context: Context, /
     ) -> tuple[Tensor, Residual]: ...
 
-
-class RunLayers(Protocol):
-    def __call__(
-        self, x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...], /
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """x [T, H], or of several residual streams [T, streams * H] → the norm of the last layer's output [T,
-        H], that output, and the outputs of the layers `taps`, all streams of each side by side."""
+    def store(self, x: Tensor, rotation: Rotation, context: Context, /) -> None:
+        """x [T, H]: what other rows need of these, keys and values, and no output."""
         ...
 
 
@@ -225,26 +184,15 @@ class LastNorm(Protocol):
     def add(self, x: Tensor, residual: Residual | None, /) -> tuple[Tensor, Tensor]: ...
 
 
-class PackLayers(Protocol):
-    def __call__(self, layers: Sequence[Layer], norm: LastNorm, /) -> RunLayers:
-        """Packs all layers of a model, after they were loaded, and the norm after them."""
-        ...
-
-
-class StoringLayer(Layer, Protocol):
-    def store(self, x: Tensor, rotation: Rotation, context: Context, /) -> None:
-        """x [T, H]: what other rows need of these, keys and values, and no output."""
-        ...
-
+# Packs all layers of a model, after they were loaded, and the norm after them.
+PackLayers = Callable[[Sequence[Layer], LastNorm], RunLayers]
 
 # layers.embedding.Embedding: [T] → [T, H], of several streams [T, streams * H]
 Embed = Callable[[Tensor], Tensor]
 
 
-class Fuse(Protocol):
-    """layers.fusion.Fusion, or StreamFusion"""
-
-    def __call__(self, embedding: Tensor, hidden: Tensor, /) -> Tensor: ...
+# layers.fusion.Fusion, or StreamFusion: embedding, hidden → the layer's input
+Fuse = Callable[[Tensor, Tensor], Tensor]
 
 
 class RunFusedLayer(Protocol):
@@ -264,10 +212,8 @@ class RunFusedLayer(Protocol):
         ...
 
 
-class PackFusedLayer(Protocol):
-    def __call__(self, embed: Embed, fuse: Fuse, layer: StoringLayer, norm: LastNorm, /) -> RunFusedLayer:
-        """Packs one layer, as PackLayers does. `embed` is the trunk's, which may not be loaded yet."""
-        ...
+# Packs one layer, as PackLayers does. The embedding is the trunk's, which may not be loaded yet.
+PackFusedLayer = Callable[[Embed, Fuse, StoringLayer, LastNorm], RunFusedLayer]
 
 
 @dataclass(frozen=True, slots=True)

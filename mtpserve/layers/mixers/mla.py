@@ -67,7 +67,7 @@ class MLA(nn.Module):
             q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope, q_rope
         )
         latents = context.attend(query)  # [T, heads, kv_rank]
-        return self.kernels.ranks.sum(self.out(self.v_up(latents).flatten(1)))
+        return self.kernels.ranks.sum(self.out(self.v_up(latents, None).flatten(1)))
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> None:
         """x [T, hidden]; latents and rotated keys are stored, and no query is computed."""
@@ -75,5 +75,5 @@ class MLA(nn.Module):
         row = self.down(x).split(self.down.parts, -1)[1]
         no_q = row.new_zeros(len(row), 1, mla.nope + mla.rope)
         self.kernels.latent_store(
-            no_q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope
+            no_q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope, None
         )

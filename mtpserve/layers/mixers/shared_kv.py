@@ -146,7 +146,7 @@ class SharedKV(nn.Module):
         if self.compressor is not None:
             self.compressor(x, latent, rotation, cast(CompressingContext, context))
         seen = rotation.rotate_last(context.attend(q, self.sinks), back=True)  # [T, heads, dim]
-        grouped = self.by_group(seen.flatten(1).unflatten(1, (self.groups, -1)))
+        grouped = self.by_group(seen.flatten(1).unflatten(1, (self.groups, -1)), None)
         return self.kernels.ranks.sum(self.out(grouped.flatten(1)))
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> None:

@@ -261,15 +261,7 @@ class Service:
         `arrival` is perf_counter's; `timeout` is in seconds from there, and the server's own may be shorter.
         `index` is the choice's in its answer.
         """
-        if request.id in self._live:
-            raise InvalidRequest(
-                f"the id {request.id.rpartition('-')[0]!r} is that of another request that still runs", "rid"
-            )
-        clock = RequestClock(
-            self.metrics.observers, request, arrival, streaming, self.client.where, ROUTE.get()
-        )
-        self._live[request.id] = clock
-        self._log(request)
+        clock = self._register(request, arrival, streaming)
         reader = self._step_reader(request, clock, index)
         config = self.server_config
         patience = Patience(config.queue_timeout, shorter(config.request_timeout, timeout), arrival)
@@ -308,6 +300,19 @@ class Service:
             del self._live[request.id]
             self._aborted.discard(request.id)
             clock.end(outcome)
+
+    def _register(self, request: Request, arrival: float, streaming: bool) -> RequestClock:
+        """Raises InvalidRequest where another request has the id."""
+        if request.id in self._live:
+            raise InvalidRequest(
+                f"the id {request.id.rpartition('-')[0]!r} is that of another request that still runs", "rid"
+            )
+        clock = RequestClock(
+            self.metrics.observers, request, arrival, streaming, self.client.where, ROUTE.get()
+        )
+        self._live[request.id] = clock
+        self._log(request)
+        return clock
 
     def _step_reader(self, request: Request, clock: RequestClock, index: int) -> StepReader:
         eos_ids = self.client.card.eos_ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mtpserve.core.request import TokenLogprob
 from mtpserve.server.http.rendering import finite
@@ -20,13 +19,6 @@ from mtpserve.server.openai.objects import (
 from mtpserve.text.tokenizer import Tokenizer
 
 
-class TokenNames(Protocol):
-    """How tokens are shown; a Tokenizer shows them as their text."""
-
-    def token_text(self, token: int) -> str: ...
-    def token_bytes(self, token: int) -> bytes: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ById:
     """Shows tokens by their ids, as vLLM does for return_tokens_as_token_ids: no two look alike."""
@@ -38,6 +30,9 @@ class ById:
 
     def token_bytes(self, token: int) -> bytes:
         return self.tokenizer.token_bytes(token)
+
+
+TokenNames = Tokenizer | ById  # how tokens are shown; a Tokenizer shows them as their text
 
 
 class Offsets:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from mtpserve.text.parsers.scanner import Reading, Scanner
 
@@ -23,7 +24,7 @@ class Tool:
     parameters: Schema = field(default_factory=dict)  # JSON schema of an object
 
 
-class CallFormat(Protocol):
+class CallFormat(ABC):
     """A format in which a family of models writes calls. Its only state is the tools of one request."""
 
     markers: tuple[str, ...]  # texts with which calls begin; see Scanner.until
@@ -32,18 +33,18 @@ class CallFormat(Protocol):
     example: str  # a call of tool_call_name with tool_call_arguments, for the instructions to a model
     layouts: tuple[str, ...] = ()  # the same as other templates of such models write it
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    def __init__(self, tools: Sequence[Tool]) -> None:  # noqa: B027
         """Takes the tools, although most formats are read without them."""
 
+    @abstractmethod
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         """`marker` comes next. Begins and ends calls in `scan`; text that it leaves in the record was not a
         call."""
-        ...
 
+    @abstractmethod
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         """One call, or `several`, of the given `tools`: a Lark rule `calls` and the rules that it refers to.
         Raises ValueError."""
-        ...
 
 
 def instructions(definitions: Sequence[Mapping[str, Any]], example: str) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 Prompt = str | tuple[int, ...]  # text, or token ids
 
@@ -66,21 +64,3 @@ class DatasetOptions:
     gsp_output_len: int = 256
     multi_turn_num_turns: int = 3
     chat: bool = False
-
-
-class Counting(Protocol):
-    """What is needed of a tokenizer."""
-
-    @property
-    def size(self) -> int: ...
-
-    def token_text(self, token: int) -> str | None:
-        """Returns the token's text; None if it is special, or no whole character."""
-
-    def encode(self, text: str) -> Sequence[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def prompt_tokens(self, text: str, chat: bool) -> int:
-        """Returns the tokens that a server counts for this prompt, with those of the chat template, or those
-        that the model expects around it."""

@@ -17,7 +17,6 @@ from mtpserve.core.errors import ConfigError
 from mtpserve.tools.bench.dataset.asked import (
     AskedConversation,
     AskedTurn,
-    Counting,
     DatasetOptions,
     Questions,
 )
@@ -29,6 +28,7 @@ from mtpserve.tools.bench.dataset.files import (
     spec_bench,
 )
 from mtpserve.tools.bench.dataset.texts import TextMaker
+from mtpserve.tools.bench.dataset.tokenizing import BenchTokenizer
 
 FIRST_ID = 3  # lower ids are special tokens in most vocabularies
 
@@ -39,7 +39,7 @@ class DatasetSource:
 
     options: DatasetOptions
     random: Random
-    tokenizer: Counting | None
+    tokenizer: BenchTokenizer | None
     vocabulary: int
 
     def texts(self) -> TextMaker:
@@ -218,7 +218,7 @@ DATASETS: dict[str, Callable[[DatasetSource], Questions]] = {
 ALSO = {"spec_bench": "spec-bench", "gsp": "generated-shared-prefix"}  # other names of these
 
 
-def questions_of(options: DatasetOptions, tokenizer: Counting | None, vocabulary: int) -> Questions:
+def questions_of(options: DatasetOptions, tokenizer: BenchTokenizer | None, vocabulary: int) -> Questions:
     """Raises ConfigError naming the option, or the file and line."""
     name = ALSO.get(options.dataset_name, options.dataset_name)
     check(name in DATASETS, "dataset_name", options.dataset_name, f"one of {', '.join(DATASETS)}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from random import Random
 
 from mtpserve.core.errors import ConfigError
-from mtpserve.tools.bench.dataset.asked import Counting
+from mtpserve.tools.bench.dataset.tokenizing import BenchTokenizer
 
 SAMPLED = 8192  # tokens of the vocabulary that are tried
 ROUNDS = 24
@@ -15,7 +15,7 @@ ROUNDS = 24
 class TextMaker:
     """`chat`: prompts are messages, and what the template adds counts."""
 
-    def __init__(self, tokenizer: Counting, random: Random, *, chat: bool = False) -> None:
+    def __init__(self, tokenizer: BenchTokenizer, random: Random, *, chat: bool = False) -> None:
         self._tokenizer, self._random, self._chat = tokenizer, random, chat
         self._words = plain_words(tokenizer, random)
 
@@ -60,7 +60,7 @@ class TextMaker:
         return part + self.words(tokens - len(token_ids))
 
 
-def plain_words(tokenizer: Counting, random: Random) -> list[str]:
+def plain_words(tokenizer: BenchTokenizer, random: Random) -> list[str]:
     """Texts of single tokens that are themselves again when encoded: words after a blank where there are
     such, since those do not join with their neighbours."""
     tried = random.sample(range(tokenizer.size), min(SAMPLED, tokenizer.size))

@@ -29,6 +29,7 @@ class BenchTokenizer:
         return int(self._tokenizer.fast.get_vocab_size())
 
     def token_text(self, token: int) -> str | None:
+        """Returns the token's text; None if it is special, or no whole character."""
         if token in self._hidden:
             return None
         text = self._tokenizer.token_text(token)
@@ -44,6 +45,8 @@ class BenchTokenizer:
         return len(self.encode(text))
 
     def prompt_tokens(self, text: str, chat: bool) -> int:
+        """Returns the tokens that a server counts for this prompt, with those of the chat template, or those
+        that the model expects around it."""
         if chat and self._tokenizer.has_chat_template:
             return len(
                 self._tokenizer.encode_chat(self._tokenizer.render_chat([{"role": "user", "content": text}]))

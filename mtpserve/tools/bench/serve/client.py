@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,13 +31,9 @@ class BenchError(MTPServeError):
     """The server cannot be measured at all."""
 
 
-class Clock(Protocol):
-    def now(self) -> float: ...
+class Clock:
+    """Monotonic, in seconds; tests bring one that does not wait."""
 
-    async def sleep(self, seconds: float) -> None: ...
-
-
-class MonotonicClock:
     now = staticmethod(time.perf_counter)
 
     async def sleep(self, seconds: float) -> None:
@@ -73,7 +69,7 @@ class Client:
     """Used as an asynchronous context; `tokens` counts a text's tokens where a tokenizer is at hand."""
 
     def __init__(self, target: Target, tokens: CountTokens | None = None, clock: Clock | None = None) -> None:
-        self.target, self.clock = target, clock or MonotonicClock()
+        self.target, self.clock = target, clock or Clock()
         self._tokens = tokens
         self._session: aiohttp.ClientSession | None = None
         self._usage: Mapping[str, bool] | None = USAGE

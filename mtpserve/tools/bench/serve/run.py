@@ -7,29 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 from mtpserve.tools.bench.dataset.asked import AskedConversation, AskedTurn, Questions
 from mtpserve.tools.bench.exported import ServerCounters
-from mtpserve.tools.bench.serve.client import Clock, History
+from mtpserve.tools.bench.serve.client import Client, History
 from mtpserve.tools.bench.serve.measured import Failure, Measured, Sent
 
 WARM_OUTPUT = 32  # most tokens of a warm-up's answer, as in SGLang's client
 Done = Callable[[Measured], None]
-
-
-class Asks(Protocol):
-    """client.Client, as far as a run needs it."""
-
-    clock: Clock
-
-    async def ask(
-        self, turn: AskedTurn, history: History, planned: float, ready: float, category: str = ""
-    ) -> Measured: ...
-
-    async def counters(self) -> ServerCounters | None: ...
-
-    async def flush_cache(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +40,7 @@ class RawRun:
 
 
 async def send_all(
-    client: Asks, conversations: Sequence[AskedConversation], load: Load, done: Done
+    client: Client, conversations: Sequence[AskedConversation], load: Load, done: Done
 ) -> list[Measured]:
     """Returns the measurements in the order of `conversations`. Open loop: each conversation begins at its
     time, whatever became of those before it. Only `concurrency` holds requests back, and that wait is
@@ -75,7 +60,7 @@ async def send_all(
     return [answer for answers in await asyncio.gather(*tasks) for answer in answers]
 
 
-async def talk_through(client: Asks, conversation: AskedConversation, planned: float, pause: float,
+async def talk_through(client: Client, conversation: AskedConversation, planned: float, pause: float,
                        slots: AbstractAsyncContextManager[object], done: Done) -> list[Measured]:  # fmt: skip
     """Measures one conversation, turn after turn. If a turn fails, those after it cannot be sent, and have
     failed too."""
@@ -106,7 +91,7 @@ async def talk_through(client: Asks, conversation: AskedConversation, planned: f
     return answers
 
 
-async def warm_up(client: Asks, conversations: Sequence[AskedConversation]) -> list[Measured]:
+async def warm_up(client: Client, conversations: Sequence[AskedConversation]) -> list[Measured]:
     """The first turns, all at once, with short answers."""
     now = client.clock.now()
     turns = [conversation.turns[0] for conversation in conversations]
@@ -117,7 +102,7 @@ async def warm_up(client: Asks, conversations: Sequence[AskedConversation]) -> l
 
 
 async def measure(
-    client: Asks, questions: Questions, load: Load, done: Done, *, flush: bool = False
+    client: Client, questions: Questions, load: Load, done: Done, *, flush: bool = False
 ) -> RawRun:
     """Warm-up, counters, the run, counters."""
     await warm_up(client, questions.warm)
