@@ -20,6 +20,7 @@ from mtpserve.core.protocols.attention import Context
 from mtpserve.core.protocols.linear import LinearStored, Pack, PackInt8
 from mtpserve.core.protocols.parallel import ALONE, Ranks, SpreadExperts
 from mtpserve.core.registry import Registry
+from mtpserve.layers.linear import Linear
 from mtpserve.layers.rope import Rotation
 
 # x [T, H], residual [T, H] or None, weight [H], eps → (rms_norm(x + residual) * weight, x + residual)
@@ -63,24 +64,14 @@ Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 PackRouter = Callable[[Tensor, Tensor | None, MoEArch], Route]
 
 
-class Matrix(Protocol):
-    """A matrix, and its scales and zeros if it is stored with them."""
-
-    @property
-    def weight(self) -> Tensor: ...
-
-    @property
-    def weight_scale_inv(self) -> Tensor | None: ...
-
-
 class SharedExpert(Protocol):
     """layers.mlp.MLP, with a gate if the experts have one. A kernel may read the matrices, or call it."""
 
     @property
-    def gate_up(self) -> Matrix: ...
+    def gate_up(self) -> Linear: ...
 
     @property
-    def down(self) -> Matrix: ...
+    def down(self) -> Linear: ...
 
     @property
     def gate(self) -> ClampedGate | Ungated | None: ...

@@ -90,9 +90,9 @@ class Signals:
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._seen)
+            asyncio.get_running_loop().add_signal_handler(number, self._count)
 
-    def _seen(self) -> None:
+    def _count(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
 
 

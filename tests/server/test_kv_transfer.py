@@ -23,7 +23,7 @@ from mtpserve.config import CacheConfig, DisaggregationConfig, EngineConfig, Par
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.kv_transfer import PageOffer, PageSource
 from mtpserve.server.app import create_app
-from mtpserve.server.schema.kv_transfer import answered
+from mtpserve.server.schema.kv_transfer import kv_transfer_fields
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.test_errors import error, send
@@ -128,8 +128,8 @@ def test_what_is_wrong_is_named(served: Any, mode: str, fields: dict[str, Any], 
 
 
 def test_the_answer_is_what_the_other_node_is_asked_with() -> None:
-    assert answered(None) == {}
-    given = answered(PageOffer("e", "10.0.0.1", 8998, "abc/0", 2))["kv_transfer_params"]
+    assert kv_transfer_fields(None) == {}
+    given = kv_transfer_fields(PageOffer("e", "10.0.0.1", 8998, "abc/0", 2))["kv_transfer_params"]
     assert (given.do_remote_prefill, given.do_remote_decode, given.remote_request_id, given.tp_size) == (True, False, "abc", 1)
     assert (given.remote_engine_id, given.remote_host, given.remote_port, given.remote_block_ids) == ("e", "10.0.0.1", 8998, [[0, 1]])
 

@@ -69,7 +69,7 @@ class Other:
     rank: int
     process: Popen[bytes]
     wire: Wire[Answer]
-    said: SimpleQueue[Answer | None] = field(default_factory=SimpleQueue)  # None: it has ended
+    answers: SimpleQueue[Answer | None] = field(default_factory=SimpleQueue)  # None: it has ended
 
     def how_it_ended(self) -> str:
         code = self.process.wait()
@@ -99,7 +99,7 @@ class RankProcesses:
 
     def agree(self, room: Room) -> Room:
         """What all ranks have memory for."""
-        rooms = [room, *self._each(Room)]
+        rooms = [room, *self._receive_all(Room)]
         return Room(
             [min(pages) for pages in zip(*(rank_room.pages for rank_room in rooms), strict=True)],
             min(rank_room.states for rank_room in rooms),
@@ -125,12 +125,12 @@ class RankProcesses:
 
     def reach(self, stage: Literal["loaded", "ready"]) -> None:
         """Wait until all have come so far."""
-        assert all(answer.stage == stage for answer in self._each(Reached))
+        assert all(answer.stage == stage for answer in self._receive_all(Reached))
 
-    def _each(self, kind: type[A]) -> list[A]:
+    def _receive_all(self, kind: type[A]) -> list[A]:
         answers = list[A]()
         for other in self._others:
-            answer = other.said.get()
+            answer = other.answers.get()
             if not isinstance(answer, kind):
                 raise self.death()
             answers.append(answer)
@@ -211,12 +211,12 @@ class RankProcesses:
             if isinstance(answer, Moved):
                 self.transfers.add(answer.ended)
             else:
-                other.said.put(answer)
+                other.answers.put(answer)
         failed = failed or EngineDead(other.how_it_ended())
         with self._ending:
             first, self.failure = self.failure is None and not self._closing, self.failure or failed
         self._ended.set()
-        other.said.put(None)
+        other.answers.put(None)
         self._give_up()
         if first and self._inside and not self._noticed.wait(STUCK_S) and self._inside:
             log.critical("%s", failed)
@@ -274,7 +274,7 @@ class TransfersOfEach:
     def __init__(self, size: int) -> None:
         self._size, self._changed = size, Condition()
         self._parts: dict[int, list[Transferred]] = {}  # by the transfer's number
-        self._whole: list[Transferred] = []
+        self._finished: list[Transferred] = []
 
     def add(self, ended: Seq[Transferred]) -> None:
         """Adds the transfers that one rank has ended, in any thread."""
@@ -283,23 +283,23 @@ class TransfersOfEach:
                 parts = self._parts.setdefault(result.transfer.number, [])
                 parts.append(result)
                 if len(parts) == (self._size if result.transfer.of_each_rank else 1):
-                    self._whole.append(whole(self._parts.pop(result.transfer.number)))
+                    self._finished.append(join_parts(self._parts.pop(result.transfer.number)))
             self._changed.notify_all()
 
     def merged(self, result: StepResult) -> StepResult:
         """Rank 0's, with the transfers that have ended in all ranks. Without spans nothing else is to be
         done, and it waits for one."""
-        if not result.transferred and not self._parts and not self._whole:
+        if not result.transferred and not self._parts and not self._finished:
             return result
         self.add(result.transferred)
         with self._changed:
             if not result.spans:
-                self._changed.wait_for(lambda: self._whole or not self._parts, PATIENCE_S)
-            ended, self._whole = self._whole, []
+                self._changed.wait_for(lambda: self._finished or not self._parts, PATIENCE_S)
+            ended, self._finished = self._finished, []
         return structs.replace(result, transferred=ended)
 
 
-def whole(parts: Seq[Transferred]) -> Transferred:
+def join_parts(parts: Seq[Transferred]) -> Transferred:
     """Joins all ranks' parts of one transfer."""
     first = parts[0]
     seconds, size = max(part.seconds for part in parts), sum(part.bytes for part in parts)

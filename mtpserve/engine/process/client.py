@@ -169,9 +169,9 @@ class ProcessClient:
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stats = EngineStats()
         # answers that are still to come; cancelled where nobody waits
-        self._asked: deque[asyncio.Future[SpecReport]] = deque()
+        self._spec_reports: deque[asyncio.Future[SpecReport]] = deque()
         self._excused = 0.0  # until then silence means nothing; monotonic's
-        self._profiles: deque[asyncio.Future[ProfileReport]] = deque()  # the same
+        self._profile_reports: deque[asyncio.Future[ProfileReport]] = deque()  # the same
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -279,16 +279,16 @@ class ProcessClient:
         if self.dead is not None:
             raise EngineDead(self.dead)
         self._send(SetSpec(change))
-        self._asked.append(asyncio.get_running_loop().create_future())
-        return await self._asked[-1]
+        self._spec_reports.append(asyncio.get_running_loop().create_future())
+        return await self._spec_reports[-1]
 
     async def profile(self, change: ProfileChange) -> ProfileReport:
         """Begins or ends a trace of what the engine computes, between two steps. Raises EngineDead."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         self._send(Profile(change))
-        self._profiles.append(asyncio.get_running_loop().create_future())
-        return await self._profiles[-1]
+        self._profile_reports.append(asyncio.get_running_loop().create_future())
+        return await self._profile_reports[-1]
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -318,10 +318,10 @@ class ProcessClient:
                 for event in events:
                     self._deliver(event)
             case Spec(report):
-                if not (future := self._asked.popleft()).done():
+                if not (future := self._spec_reports.popleft()).done():
                     future.set_result(report)
             case Profiled(profile):
-                if not (waiting := self._profiles.popleft()).done():
+                if not (waiting := self._profile_reports.popleft()).done():
                     waiting.set_result(profile)
             case Rejected(id):
                 self._end(id, message.error())
@@ -383,7 +383,7 @@ class ProcessClient:
         elif kind is EngineDead and self._ready.exception() is None:  # else start() says it
             log.error("%s", reason)
         self._death.set_result(reason)
-        open_answers: list[asyncio.Future[Any]] = [*self._asked, *self._profiles]
+        open_answers: list[asyncio.Future[Any]] = [*self._spec_reports, *self._profile_reports]
         for future in open_answers:
             if not future.done():
                 future.set_exception(kind(reason))

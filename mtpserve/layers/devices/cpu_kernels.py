@@ -146,7 +146,7 @@ def pack_experts(experts: RoutedExperts, shared: SharedExpert | None, gate: Gate
 def shared_matrices(shared: SharedExpert) -> tuple[linear.Matrix, linear.Matrix] | None:
     """Returns gate_up and down of the shared expert. None: its size is not one of whole panels, or its gate
     has limits, and it is computed by itself."""
-    matrices = matrix_of(cast(Linear, shared.gate_up)), matrix_of(cast(Linear, shared.down))
+    matrices = matrix_of(shared.gate_up), matrix_of(shared.down)
     return None if matrices[1].inputs % linear.PANEL or isinstance(shared.gate, ClampedGate) else matrices
 
 

@@ -166,7 +166,7 @@ class ToolChoice(Strict):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
-    def chosen(self) -> str | dict[str, Any]:
+    def openai_form(self) -> str | dict[str, Any]:
         """Returns the choice in OpenAI's form. Raises InvalidRequest."""
         if self.type != "tool":
             return CHOICES[self.type]
@@ -219,7 +219,7 @@ class CountRequest(Strict):
         check_text(system or "", "system")
         messages = [] if system is None else [ChatMessage(role="system", content=system)]
         for message in self.messages:
-            messages += spoken(message)
+            messages += chat_messages(message)
         # An assistant's message at the end is the beginning of the answer.
         goes_on = bool(messages) and messages[-1].role == "assistant"
         if goes_on and messages[-1].tool_calls:
@@ -238,7 +238,7 @@ class CountRequest(Strict):
             reasoning_effort=output.effort,
             response_format=self._form(),
             tools=offer.functions,
-            tool_choice=None if choice is None else choice.chosen(),
+            tool_choice=None if choice is None else choice.openai_form(),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         )
 
@@ -276,12 +276,12 @@ class MessagesRequest(CountRequest, SamplingFields):
         return CountRequest.chat(self, offer).model_copy(update=fields)
 
 
-def spoken(message: InputMessage) -> list[ChatMessage]:
+def chat_messages(message: InputMessage) -> list[ChatMessage]:
     """Results of tools are messages of their own, in the blocks' order."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
     if message.role == "assistant":
-        return [answered(message.content)]
+        return [assistant_message(message.content)]
     messages = []
     for of_tools, blocks in groupby(
         message.content, lambda block: message.role == "user" and block.type == "tool_result"
@@ -293,10 +293,10 @@ def spoken(message: InputMessage) -> list[ChatMessage]:
     return messages or [ChatMessage(role=message.role, content="")]
 
 
-def answered(blocks: list[ContentBlock]) -> ChatMessage:
+def assistant_message(blocks: list[ContentBlock]) -> ChatMessage:
     texts = [block for block in blocks if block.type not in ("thinking", "redacted_thinking", "tool_use")]
     reasoning = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
-    calls = [used(block) for block in blocks if block.type == "tool_use"]
+    calls = [tool_call_of(block) for block in blocks if block.type == "tool_use"]
     return ChatMessage(
         role="assistant",
         content=text_of(texts, "messages"),
@@ -305,7 +305,7 @@ def answered(blocks: list[ContentBlock]) -> ChatMessage:
     )
 
 
-def used(block: ContentBlock) -> MessageToolCall:
+def tool_call_of(block: ContentBlock) -> MessageToolCall:
     if block.id is None or block.name is None or block.input is None:
         raise InvalidRequest("messages: a tool_use block needs id, name and input", "messages")
     return MessageToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=block.input))

@@ -47,7 +47,7 @@ def constraint(fields: dict[str, Any]) -> GrammarSpec | None:
     there are two."""
     grammars: dict[str, GrammarSpec] = {}
     for name, kind in NATIVE.items():
-        if given(fields.get(name)):
+        if is_set(fields.get(name)):
             grammars[name] = spec(kind, fields[name], name, name)
     if (format := fields.get("response_format")) is not None and (
         grammar := response_format(format)
@@ -65,7 +65,7 @@ def constraint(fields: dict[str, Any]) -> GrammarSpec | None:
     return next(iter(grammars.values()), None)
 
 
-def given(value: Any) -> bool:
+def is_set(value: Any) -> bool:
     return value is not None and value is not False
 
 
@@ -76,7 +76,7 @@ def structured(value: Any) -> dict[str, Any]:
         raise InvalidRequest(
             f"structured_outputs must be an object with one of {', '.join(STRUCTURED)}", "structured_outputs"
         )
-    return {name: part for name, part in value.items() if given(part)}
+    return {name: part for name, part in value.items() if is_set(part)}
 
 
 def spec(kind: GrammarKind, value: object, field: str, place: str) -> GrammarSpec:

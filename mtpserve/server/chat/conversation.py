@@ -140,7 +140,8 @@ class ChatMessage(BaseModel):
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
             message["tool_calls"] = [
-                called(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(self.tool_calls)
+                call_for_template(call, f"{place}.tool_calls[{index}]")
+                for index, call in enumerate(self.tool_calls)
             ]
 
     def text(self, place: str = "messages") -> str:
@@ -158,7 +159,7 @@ MAX_MESSAGES = 1 << 14  # more would block the event loop while they are validat
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
-def called(call: MessageToolCall, place: str) -> dict[str, Any]:
+def call_for_template(call: MessageToolCall, place: str) -> dict[str, Any]:
     """Returns the call for a template, with the arguments as an object. Raises InvalidRequest."""
     if call.type != "function":
         raise InvalidRequest(

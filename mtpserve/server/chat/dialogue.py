@@ -24,7 +24,7 @@ async def render_prompt(service: Service, body: ChatRequest, use: ToolUse) -> Re
     """The conversation as the template writes it. Its size is bounded before the template's code runs over
     it."""
     messages = for_template(body.messages)
-    size = size_of(messages) + len(json.dumps(use.shown or []))
+    size = size_of(messages) + len(json.dumps(use.template_tools or []))
     if max(size, len(messages)) > MAX_BYTES_PER_TOKEN * service.client.card.context_length:
         raise service.too_long(f"messages and tools have {size} characters", "messages")
     goes_on = bool(body.continue_final_message)
@@ -32,12 +32,14 @@ async def render_prompt(service: Service, body: ChatRequest, use: ToolUse) -> Re
         body.template_kwargs, body.effort, service.tokenizer
     )
 
+    tools = use.template_tools
+
     def render_messages(conversation: list[dict[str, Any]]) -> RenderedChat:
         return service.tokenizer.render_chat(
             conversation,
             add_generation_prompt=body.add_generation_prompt is not False and not goes_on,
             continue_final_message=goes_on,
-            tools=service.template_needs.adapt_tools(use.shown) if use.shown else use.shown,
+            tools=service.template_needs.adapt_tools(tools) if tools else tools,
             variables=variables,
             arranged=partial(adapt_messages, service, use),
         )

@@ -39,10 +39,10 @@ class Formats:
 def formats_of(config: ServerConfig, card: ModelCard, tokenizer: Tokenizer) -> Formats:
     """Renders the chat template where an option is auto, and logs what was chosen. Raises ConfigError."""
     calls, reasoning = config.tool_call_parser, config.reasoning_parser
-    calls_found = calls_format(card.tool_call_parser, tokenizer) if calls == AUTO else given(calls)
+    calls_found = calls_format(card.tool_call_parser, tokenizer) if calls == AUTO else parser_name(calls)
     family = card.reasoning_parser if fit(card.reasoning_parser, calls_found) else None
     formats = Formats(
-        calls_found, reasoning_format(family, tokenizer) if reasoning == AUTO else given(reasoning)
+        calls_found, reasoning_format(family, tokenizer) if reasoning == AUTO else parser_name(reasoning)
     )
     if not fit(formats.reasoning, formats.tool_calls):
         raise ConfigError(
@@ -50,8 +50,8 @@ def formats_of(config: ServerConfig, card: ModelCard, tokenizer: Tokenizer) -> F
         )
     log.info(
         "--tool-call-parser %s, --reasoning-parser %s",
-        shown(calls, formats.tool_calls),
-        shown(reasoning, formats.reasoning),
+        describe_option(calls, formats.tool_calls),
+        describe_option(reasoning, formats.reasoning),
     )
     return formats
 
@@ -62,11 +62,11 @@ def fit(reasoning: str | None, calls: str | None) -> bool:
     return tool_calls is None or calls is None or TOOL_CALLS.get(calls) is TOOL_CALLS.get(tool_calls)
 
 
-def given(option: str) -> str | None:
+def parser_name(option: str) -> str | None:
     return None if option == NONE else option
 
 
-def shown(option: str, name: str | None) -> str:
+def describe_option(option: str, name: str | None) -> str:
     if option != AUTO:
         return option
     return f"auto: {name or 'none (neither the chat template nor the model family names a format)'}"
@@ -76,9 +76,9 @@ def calls_format(family: str | None, tokenizer: Tokenizer) -> str | None:
     """Returns the format in which the template renders a call. Otherwise returns the family's format, if the
     vocabulary has the token with which its calls begin."""
     texts = [render_or_empty(tokenizer, kind.adapt_messages([USER, *calling(VALUE)], "")) for kind in KINDS]
-    written = [text for text in texts if NAME in text]
-    if written:
-        return next((format for text in written if (format := layout_of(text)) is not None), None)
+    call_texts = [text for text in texts if NAME in text]
+    if call_texts:
+        return next((format for text in call_texts if (format := layout_of(text)) is not None), None)
     if family is None:
         return None
     format_class = TOOL_CALLS.get(family)

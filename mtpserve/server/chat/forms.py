@@ -17,7 +17,7 @@ NOTHING = [None, False]
 BOOLEAN: Schema = {"type": "boolean"}
 
 
-def closed(properties: dict[str, Schema], required: Iterable[str] = ()) -> Schema:
+def closed_object(properties: dict[str, Schema], required: Iterable[str] = ()) -> Schema:
     """An object without other fields than these."""
     return {
         "type": "object",
@@ -61,7 +61,7 @@ GRAMMARS: dict[str, Schema] = {
 }
 STRUCTURED_OUTPUTS: Schema = {
     "anyOf": [
-        closed(
+        closed_object(
             {name: {"enum": NOTHING} for name in STRUCTURED}
             | {one: {"anyOf": [{"enum": NOTHING}, *map(OF_TYPE.__getitem__, types)]}}
         )
@@ -71,9 +71,9 @@ STRUCTURED_OUTPUTS: Schema = {
 SCHEMA_FORM = {"name": {}, "description": {}, "schema": OBJECT, "strict": {}}
 RESPONSE_FORMAT: Schema = {
     "anyOf": [
-        closed({"type": {"enum": ["text", "json_object"]}}, ["type"]),
-        closed(
-            {"type": {"const": "json_schema"}, "json_schema": closed(SCHEMA_FORM, ["schema"])},
+        closed_object({"type": {"enum": ["text", "json_object"]}}, ["type"]),
+        closed_object(
+            {"type": {"const": "json_schema"}, "json_schema": closed_object(SCHEMA_FORM, ["schema"])},
             ["type", "json_schema"],
         ),
         kind("structural_tag"),
@@ -82,8 +82,8 @@ RESPONSE_FORMAT: Schema = {
 # The same in responses' `text`, where the schema's fields are beside its type.
 TEXT_FORMAT: Schema = {
     "anyOf": [
-        closed({"type": {"enum": ["text", "json_object"]}}, ["type"]),
-        closed({"type": {"const": "json_schema"}} | SCHEMA_FORM, ["type", "schema"]),
+        closed_object({"type": {"enum": ["text", "json_object"]}}, ["type"]),
+        closed_object({"type": {"const": "json_schema"}} | SCHEMA_FORM, ["type", "schema"]),
         kind("structural_tag"),
     ]
 }
@@ -105,9 +105,9 @@ FIELDS: dict[str, Schema] = {
     "parameters": or_null(PARAMETERS),
     "strict": or_null(BOOLEAN),
 }
-FUNCTION: Schema = closed(FIELDS, ["name"])
+FUNCTION: Schema = closed_object(FIELDS, ["name"])
 TOOLS: Schema = {
-    "items": closed({"type": {"const": "function"}, "function": FUNCTION}, ["type", "function"]),
+    "items": closed_object({"type": {"const": "function"}, "function": FUNCTION}, ["type", "function"]),
     "maxItems": MAX_TOOLS,
 }
 DEMANDED: Schema = {  # a rule: what is demanded has to be there
@@ -131,4 +131,4 @@ VARIABLES: Schema = {
 
 TEXT_PART: Schema = kind("text", {"text": STRING}, ["text"])
 CONTENT: Schema = {"anyOf": [STRING, {"type": "array", "items": TEXT_PART}]}
-PREDICTION: Schema = closed({"type": {"const": "content"}, "content": CONTENT}, ["type", "content"])
+PREDICTION: Schema = closed_object({"type": {"const": "content"}, "content": CONTENT}, ["type", "content"])

@@ -245,9 +245,13 @@ async def create_generation(
         service.check_sampling(sampling)
     use = tool_use_of(service, body)
     chat = await render_prompt(service, body, use)
-    begun = body.messages[-1].text() if body.continue_final_message else None
+    message_prefix = body.messages[-1].text() if body.continue_final_message else None
     plan = output_plan(
-        use, chat.text, service.formats, begun=begun, separate_reasoning=body.separate_reasoning is not False
+        use,
+        chat.text,
+        service.formats,
+        message_prefix=message_prefix,
+        separate_reasoning=body.separate_reasoning is not False,
     )
     sampling = apply_output_plan(plan, sampling, service.tokenizer)
     spelling = await service.spelling(sampling)

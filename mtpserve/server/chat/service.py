@@ -331,11 +331,11 @@ class Service:
             )
 
 
-async def served(request: HTTPRequest) -> Service:
+async def get_service(request: HTTPRequest) -> Service:
     """The app's service; what it generates from here on came by this route."""
     ROUTE.set(request.scope["route"].path)
     service: Service = request.app.state.service
     return service
 
 
-Served = Annotated[Service, Depends(served)]  # what routes ask for
+Served = Annotated[Service, Depends(get_service)]  # what routes ask for

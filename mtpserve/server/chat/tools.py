@@ -48,7 +48,7 @@ class ToolUse:
     several: bool = True
 
     @property
-    def shown(self) -> list[dict[str, Any]] | None:
+    def template_tools(self) -> list[dict[str, Any]] | None:
         """What the template is given. A model that must not call tools is not told of them."""
         return self.definitions if self.choice != "none" else None
 
@@ -185,18 +185,23 @@ class OutputPlan:
 
 
 def output_plan(
-    use: ToolUse, prompt: str, formats: Formats, *, begun: str | None = None, separate_reasoning: bool = True
+    use: ToolUse,
+    prompt: str,
+    formats: Formats,
+    *,
+    message_prefix: str | None = None,
+    separate_reasoning: bool = True,
 ) -> OutputPlan:
-    """`prompt`: as rendered; its end says whether the model is already thinking. `begun`: what the client
-    wrote of the answer."""
+    """`prompt`: as rendered; its end says whether the model is already thinking. `message_prefix`: what the
+    client wrote of the answer."""
     calls = None if use.choice == "none" else call_format(use, formats)
     thinking = None if formats.reasoning is None else REASONINGS.get(formats.reasoning)
     opening = (
         Opening.NONE
         if thinking is None
         else thinking.opening(prompt)
-        if begun is None
-        else thinking.goes_on(begun)
+        if message_prefix is None
+        else thinking.goes_on(message_prefix)
     )
     return OutputPlan(use, calls, thinking, opening, separate_reasoning)
 

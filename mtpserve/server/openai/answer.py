@@ -34,7 +34,7 @@ from mtpserve.server.openai.objects import (
     CompletionObject,
 )
 from mtpserve.server.openai.usage import Trace, Usage, UsageObject
-from mtpserve.server.schema.kv_transfer import answered
+from mtpserve.server.schema.kv_transfer import kv_transfer_fields
 
 Fields = dict[str, Any]  # the fields of a choice's Struct
 
@@ -128,11 +128,11 @@ class ChoiceWriter(ABC):
     def _has_content(self) -> bool:
         """True if a chunk has more to show than text that the parser has let through."""
         body, steps = self.body, self._steps
-        shown = any(step.text or step.logprobs for step in steps)
-        traced = (body.return_spec_trace or body.return_token_ids) and any(step.tokens for step in steps)
+        has_output = any(step.text or step.logprobs for step in steps)
+        has_trace = (body.return_spec_trace or body.return_token_ids) and any(step.tokens for step in steps)
         return (
-            shown
-            or traced
+            has_output
+            or has_trace
             or (self._writes_prompt() and (self.echo is not None or body.prompt_logprobs is not None))
         )
 
@@ -149,9 +149,9 @@ class ChoiceWriter(ABC):
     def _stop_fields(self) -> Fields:
         """What ended an output that stopped, in vLLM's word, for which the model's own end is nothing, and in
         SGLang's."""
-        matched = self.choice.matched_stop
-        by_client = isinstance(matched, str) or matched in self.choice.request.sampling.stop_token_ids
-        return {"stop_reason": matched if by_client else None, "matched_stop": matched}
+        stop = self.choice.matched_stop
+        by_client = isinstance(stop, str) or stop in self.choice.request.sampling.stop_token_ids
+        return {"stop_reason": stop if by_client else None, "matched_stop": stop}
 
     def _writes_prompt(self) -> bool:
         """The prompt's part goes with the first tokens: its scores are complete by then."""
@@ -243,7 +243,7 @@ class Answer:
         writers = self._best_writers()
         choices: Any = [writer.object() for writer in writers]
         offer = self.generation.choices[0].offer
-        fields = self._id | self._prompt_ids | writers[0].prompt_fields | answered(offer)
+        fields = self._id | self._prompt_ids | writers[0].prompt_fields | kv_transfer_fields(offer)
         return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
 
     def _best_writers(self) -> list[ChoiceWriter]:

@@ -95,14 +95,14 @@ def by_text(names: TokenNames, token: int, score: TokenLogprob, top: int) -> dic
 def chat_logprobs(
     names: TokenNames, tokens: Sequence[int], scores: Sequence[TokenLogprob], top: int
 ) -> ChatLogprobs:
-    def shown(token: int, logprob: float) -> tuple[str, float, list[int]]:
+    def score_fields(token: int, logprob: float) -> tuple[str, float, list[int]]:
         return names.token_text(token), finite(logprob), list(names.token_bytes(token))
 
     return ChatLogprobs(
         [
             ScoredToken(
-                *shown(token, score.logprob),
-                [TokenScore(*shown(id, logprob)) for id, logprob in score.top[:top]],
+                *score_fields(token, score.logprob),
+                [TokenScore(*score_fields(id, logprob)) for id, logprob in score.top[:top]],
             )
             for token, score in zip(tokens, scores, strict=True)
         ]

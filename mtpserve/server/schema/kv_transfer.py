@@ -171,7 +171,7 @@ def _trusted(config: DisaggregationConfig, host: str, field: str) -> str:
     return host
 
 
-def answered(offer: PageOffer | None) -> dict[str, Any]:
+def kv_transfer_fields(offer: PageOffer | None) -> dict[str, Any]:
     """The answer's field, of the first choice: the others' pages have the same name. Empty where none were
     kept."""
     if offer is None:

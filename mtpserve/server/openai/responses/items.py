@@ -29,11 +29,11 @@ class ResponseInput:
     items: list[objects.ListedItem]
 
 
-def given(before: Stored | None, new_input: str | list[InputItem]) -> ResponseInput:
+def response_input(before: Stored | None, new_input: str | list[InputItem]) -> ResponseInput:
     """`before`: the response that this one goes on from. Raises InvalidRequest."""
     if before is None:
         return ResponseInput(messages_of(new_input), list(listed(new_input, set())))
-    history = [*before.items, *map(answered, before.object.output)]
+    history = [*before.items, *map(as_input_item, before.object.output)]
     return ResponseInput(
         [*before.conversation, *messages_of(new_input)],
         [*history, *listed(new_input, {item.id for item in history})],
@@ -84,7 +84,7 @@ def texts(content: str | Iterable[TextPart] | None) -> list[str]:
     return [part.text or "" for part in content or []]
 
 
-def answered(item: objects.AnyItem) -> objects.ListedItem:
+def as_input_item(item: objects.AnyItem) -> objects.ListedItem:
     """An item of an answer, as the input of the next one."""
     if isinstance(item, objects.MessageItem):
         return objects.ListedMessage(item.id, item.status, item.role, [*item.content])
@@ -101,6 +101,6 @@ def page(
         if id is not None and id not in places:
             raise InvalidRequest(f"{field}: the response has no input item {id[:50]!r}", field)
     rest = ordered[0 if after is None else places[after] + 1 : None if before is None else places[before]]
-    shown = rest[-limit:] if before is not None and after is None else rest[:limit]
-    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return objects.ItemList("list", shown, first, last, len(rest) > limit)
+    selected = rest[-limit:] if before is not None and after is None else rest[:limit]
+    first, last = (selected[0].id, selected[-1].id) if selected else (None, None)
+    return objects.ItemList("list", selected, first, last, len(rest) > limit)

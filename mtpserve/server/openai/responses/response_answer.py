@@ -37,7 +37,7 @@ class ResponseAnswer:
     body: ResponsesRequest
     generation: Generation
     stores: Sequence[ResponseStore]  # that keep it
-    made_from: ResponseInput
+    input: ResponseInput
     members: Members
     only_prompt: bool = False
     stream_id: str | UnsetType = UNSET  # in all events, where the client gave one
@@ -53,15 +53,13 @@ class ResponseAnswer:
         return self.generation.choices[0]
 
     def keep(self) -> None:
-        said = (
+        output = (
             [assistant_message(self.choice)]
             if any(block.text or block.kind == "call" for block in self.choice.blocks)
             else []
         )
         for store in self.stores:
-            store.put(
-                self.id, Stored(self.object(), [*self.made_from.conversation, *said], self.made_from.items)
-            )
+            store.put(self.id, Stored(self.object(), [*self.input.conversation, *output], self.input.items))
 
     def finished(self) -> None:
         if self.only_prompt:
@@ -139,7 +137,7 @@ def assistant_message(choice: Choice) -> ChatMessage:
     )
 
 
-def part(block: Block) -> objects.OutputText | objects.ReasoningText:
+def content_part(block: Block) -> objects.OutputText | objects.ReasoningText:
     return objects.OutputText(block.text) if block.kind == "text" else objects.ReasoningText(block.text)
 
 
@@ -180,7 +178,7 @@ class EventWriter:
             f"response.{kind}", next(self._numbers), stream_id=self.answer.stream_id, **more
         )
 
-    def place(self, index: int) -> dict[str, Any]:
+    def location(self, index: int) -> dict[str, Any]:
         block = self.answer.choice.blocks[index]
         where = {"item_id": item_id(block), "output_index": index}
         return where if block.kind == "call" else where | {"content_index": 0}
@@ -200,28 +198,28 @@ class EventWriter:
                 item = opening_item(block, self.answer.members)
                 yield self.event("output_item.added", output_index=index, item=item)
                 if block.kind != "call":
-                    empty = part(Block(block.kind))
-                    yield self.event("content_part.added", **self.place(index), part=empty)
+                    empty = content_part(Block(block.kind))
+                    yield self.event("content_part.added", **self.location(index), part=empty)
             if text := block.take():
                 more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-                yield self.event(f"{EVENTS[block.kind]}.delta", **self.place(index), delta=text, **more)
+                yield self.event(f"{EVENTS[block.kind]}.delta", **self.location(index), delta=text, **more)
 
     def closing_events(self) -> Iterator[objects.ResponseEvent]:
         """What ends the item that is open, if one is."""
         if not self.opened:
             return
         index = self.opened - 1
-        block, place = self.answer.choice.blocks[index], self.place(index)
+        block, location = self.answer.choice.blocks[index], self.location(index)
         match block.kind:
             case "call":
                 _, name = self.answer.members.get(block.name, ("", block.name))
-                yield self.event("function_call_arguments.done", **place, name=name, arguments=block.text)
+                yield self.event("function_call_arguments.done", **location, name=name, arguments=block.text)
             case "text":
-                yield self.event("output_text.done", **place, text=block.text, logprobs=[])
+                yield self.event("output_text.done", **location, text=block.text, logprobs=[])
             case "reasoning":
-                yield self.event("reasoning_text.done", **place, text=block.text)
+                yield self.event("reasoning_text.done", **location, text=block.text)
         if block.kind != "call":
-            yield self.event("content_part.done", **place, part=part(block))
+            yield self.event("content_part.done", **location, part=content_part(block))
         yield self.event("output_item.done", output_index=index, item=self.answer.item(index))
 
 
@@ -234,8 +232,8 @@ async def events(answer: ResponseAnswer) -> AsyncGenerator[list[objects.Response
                 async for steps in batches:
                     opening = [] if started else writer.opening_events()
                     started = True
-                    if some := [*opening, *(event for step in steps for event in writer.step_events(step))]:
-                        yield some
+                    if batch := [*opening, *(event for step in steps for event in writer.step_events(step))]:
+                        yield batch
             answer.finished()
             # The API has no event of its own for one that was cancelled.
             end = "completed" if answer.status == "completed" else "incomplete"

@@ -16,7 +16,7 @@ from mtpserve.server.chat.conversation import (
     MessageToolCall,
     TextPart,
     TextParts,
-    called,
+    call_for_template,
 )
 from mtpserve.server.chat.offers import Offer
 from mtpserve.server.chat.tools import CHOICES, checked_name
@@ -58,7 +58,9 @@ def parts(kinds: tuple[str, ...]) -> Schema:
     return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
 
 
-MEMBER = forms.closed({"type": {"const": "function"}, "defer_loading": {}} | forms.FIELDS, ["type", "name"])
+MEMBER = forms.closed_object(
+    {"type": {"const": "function"}, "defer_loading": {}} | forms.FIELDS, ["type", "name"]
+)
 TOOL: Schema = {
     "anyOf": [
         MEMBER,
@@ -333,7 +335,7 @@ def message_of(item: InputItem, place: str) -> ChatMessage:
             call = MessageToolCall(
                 id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments)
             )
-            called(call, place)
+            call_for_template(call, place)
             return ChatMessage(role="assistant", content="", tool_calls=[call])
         case "function_call_output":
             if item.call_id is None or item.output is None:

@@ -17,7 +17,7 @@ from mtpserve.server.chat.service import Served
 from mtpserve.server.http.errors import NotStored, renamed
 from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
-from mtpserve.server.openai.responses.items import Order, given, page
+from mtpserve.server.openai.responses.items import Order, page, response_input
 from mtpserve.server.openai.responses.response_answer import events
 from mtpserve.server.openai.responses.response_body import RENAMED, InputTokensRequest, ResponsesRequest
 from mtpserve.server.openai.responses.response_objects import DeletedResponse, InputTokens
@@ -76,7 +76,7 @@ async def count_input(request: Request, service: Served, body: InputTokensReques
     body.check()
     before, offer = before_of(body, [store_of(request)]), body.offer()
     with renamed(RENAMED | offer.places):
-        chat = body.chat(given(before, body.input or []).conversation, offer)
+        chat = body.chat(response_input(before, body.input or []).conversation, offer)
         tokens = await service.encode_chat(
             await render_prompt(service, chat, tool_use_of(service, chat, prompt_only=True))
         )

@@ -96,7 +96,7 @@ class Connection:
     own: ResponseStore = field(default_factory=lambda: ResponseStore(MAX_OWN, MAX_OWN_CHARACTERS))
     _waiting: deque[str] = field(default_factory=deque)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    _answered: str | None = None  # the id of the response that is being written
+    _current_id: str | None = None  # the id of the response that is being written
 
     async def serve(self) -> None:
         await self.socket.accept()
@@ -127,8 +127,8 @@ class Connection:
 
     def _cancel(self) -> None:
         """Ends the answer that is being written; it may just have ended by itself."""
-        if self._answered is not None:
-            self.service.abort(self._answered)
+        if self._current_id is not None:
+            self.service.abort(self._current_id)
 
     async def _answer_all(self) -> None:
         with contextlib.suppress(WebSocketDisconnect):
@@ -142,9 +142,9 @@ class Connection:
         """The error of a request is told to its client, whatever it is: the next one may be better."""
         stream_id: str | UnsetType = UNSET
         start, status = perf_counter(), 200
-        self._answered = id = f"resp_{uuid.uuid4().hex}"
+        self._current_id = id = f"resp_{uuid.uuid4().hex}"
         try:
-            fields = parsed(text)
+            fields = parse_fields(text)
             value = fields.get("stream_id")
             stream_id = value if isinstance(value, str) else UNSET
             await self._write(CreateEvent.model_validate(fields), id, stream_id, start)
@@ -165,7 +165,7 @@ class Connection:
             status, body = describe(error)
             await self._send(error_event(status, body, stream_id))
         finally:
-            self._answered = None
+            self._current_id = None
             log.info("%s response.create %d %.3f s %s", self._who, status, perf_counter() - start, id)
 
     async def _write(self, event: CreateEvent, id: str, stream_id: str | UnsetType, arrival: float) -> None:
@@ -202,7 +202,7 @@ def kind_of(text: str) -> Any:
         return None
 
 
-def parsed(text: str) -> dict[str, Any]:
+def parse_fields(text: str) -> dict[str, Any]:
     """A request's fields. Without an input it has an empty one. Raises InvalidRequest."""
     try:
         fields = json.loads(text)
@@ -213,9 +213,10 @@ def parsed(text: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise InvalidRequest("the message must be a JSON object")
     if (kind := fields.get("type")) != "response.create":
-        shown = ascii(kind)[:50]
+        kind_shown = ascii(kind)[:50]
         raise Unsupported(
-            f"events of type {shown} are not supported here: send response.create or response.cancel", "type"
+            f"events of type {kind_shown} are not supported here: send response.create or response.cancel",
+            "type",
         )
     return fields if fields.get("input") is not None else fields | {"input": []}
 

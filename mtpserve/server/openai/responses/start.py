@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mtpserve.server.chat.generation import create_generation
 from mtpserve.server.chat.service import Service
 from mtpserve.server.http.errors import PreviousNotStored, renamed
-from mtpserve.server.openai.responses.items import given
+from mtpserve.server.openai.responses.items import response_input
 from mtpserve.server.openai.responses.response_answer import ResponseAnswer
 from mtpserve.server.openai.responses.response_body import RENAMED, InputTokensRequest, ResponsesRequest
 from mtpserve.server.openai.responses.store import ResponseStore, Stored
@@ -43,10 +43,10 @@ async def create_response(
     body.check()
     offer = body.offer()
     with renamed(RENAMED | offer.places):
-        made_from = given(before, body.input)
-        chat = body.chat(made_from.conversation, offer)
+        conversation_input = response_input(before, body.input)
+        chat = body.chat(conversation_input.conversation, offer)
         if only_prompt:  # the engine computes a token for every prompt, which is then left out
             chat = chat.model_copy(update={"max_tokens": 1, "min_tokens": None})
         generation = await create_generation(service, chat, id, arrival)
     generation.choices[0].scores_only = only_prompt
-    return ResponseAnswer(id, body, generation, stores, made_from, offer.members, only_prompt)
+    return ResponseAnswer(id, body, generation, stores, conversation_input, offer.members, only_prompt)
