@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -57,25 +57,30 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def with_pauses(objects: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T | Pause, None]:
-    """The objects, and PAUSE whenever none came for so many seconds."""
-    coming: asyncio.Future[T] | None = None
-    try:
-        while True:
-            coming = coming or asyncio.ensure_future(anext(objects))
-            done, _ = await asyncio.wait((coming,), timeout=seconds)
-            if not done:
-                yield PAUSE
-                continue
-            try:
-                item, coming = coming.result(), None
-            except StopAsyncIteration:
-                return
-            yield item
-    finally:
-        if coming is not None:  # the generator can only be closed once it does not run
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
+class PausingIterator(Generic[T]):
+    """Iterates over `objects`, with PAUSE whenever none came for `seconds`."""
+
+    def __init__(self, objects: AsyncGenerator[T, None], seconds: float) -> None:
+        self._objects, self._seconds = objects, seconds
+        self._next: asyncio.Future[T] | None = None
+
+    def __aiter__(self) -> PausingIterator[T]:
+        return self
+
+    async def __anext__(self) -> T | Pause:
+        self._next = self._next or asyncio.ensure_future(anext(self._objects))
+        done, _ = await asyncio.wait((self._next,), timeout=self._seconds)
+        if not done:
+            return PAUSE
+        item, self._next = self._next, None
+        return item.result()
+
+    async def aclose(self) -> None:
+        """Closes `objects`, which is only possible once they do not run."""
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+        await self._objects.aclose()
 
 
 class EventStream(Response):
@@ -109,10 +114,10 @@ class EventStream(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, written = False, 0
-        paused = with_pauses(self._objects, self._keep_alive) if self._keep_alive else self._objects
-        async with contextlib.aclosing(self._objects), contextlib.aclosing(paused):
+        objects, seconds = self._objects, self._keep_alive
+        async with contextlib.aclosing(PausingIterator(objects, seconds) if seconds else objects) as batches:
             try:
-                async for some in paused:
+                async for batch in batches:
                     if not started:
                         await send(
                             {
@@ -124,8 +129,8 @@ class EventStream(Response):
                         started = True
                     body = (
                         COMMENT
-                        if isinstance(some, Pause)
-                        else b"".join([self.encoded(chunk) for chunk in some])
+                        if isinstance(batch, Pause)
+                        else b"".join([self.encoded(chunk) for chunk in batch])
                     )
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     written += 1
