@@ -6,7 +6,7 @@
                        again after a pause
 
 Where a request goes on, its next token is the one that the lost engine would have given: noise depends on the
-request's seed and a token's index alone, and seeds are drawn here. (Where drafts are accepted by rejection,
+request's seed and a token's index alone, and seeds are drawn here. (Where rejection sampling accepts them,
 see spec/verify/accept, that holds for the law of the text.) A request that has lost several engines may be
 what kills them, and ends with the last one's error.
 """
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 LOAD_SLACK_REQUESTS, LOAD_SLACK_RATIO = 2, 1.5
 MAX_LOST_ENGINES = 3  # that one request may lose
 # seconds before an engine is started again: the next one where it has died soon
-PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
+RESTART_PAUSES_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0  # seconds after which a death counts as the first one again
 
 
@@ -358,7 +358,7 @@ class Replicas:
             replica.client.reset_prefix_cache()
 
     async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
-        """Sets the speculation of all engines that are up. Raises EngineDead."""
+        """Applies the change to all engines that are up. Raises EngineDead."""
         up = [replica for replica in self._replicas if replica.state == "up"]
         reports = await asyncio.gather(
             *(replica.client.set_spec(change) for replica in up), return_exceptions=True

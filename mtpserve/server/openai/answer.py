@@ -61,7 +61,6 @@ class ChoiceWriter(ABC):
     _trace: Trace = field(init=False)
     _text_alone: bool = field(init=False)  # no chunk has anything beside its text
     _steps: list[StepOutput] = field(default_factory=list)  # not shown yet
-    _added: Added = field(default_factory=list)  # what these steps add
     _scored: list[TokenLogprob] = field(default_factory=list)  # the prompt's tokens from the second on
     _prompt_written: bool = False
 
