@@ -4,9 +4,9 @@ these layers."""
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans, recur
@@ -20,13 +20,8 @@ from mtpserve.core.protocols.attention import AttentionBackend, Context
 ONE_ROW = torch.tensor([0, 1])
 
 
-class Recur(Protocol):
-    def __call__(
-        self, x: Tensor, gates: Tensor, conv: Tensor, layer: LayerState, spans: StateSpans, rule: Rule,
-        skip: Tensor | None = None, /
-    ) -> Tensor:  # fmt: skip
-        """See mtpserve_kernels.recurrent.reference."""
-        ...
+# x, gates, conv, layer, spans, rule, skip: see mtpserve_kernels.recurrent.reference.
+Recur = Callable[[Tensor, Tensor, Tensor, LayerState, StateSpans, Rule, Tensor | None], Tensor]
 
 
 class NoContext(NamedTuple):

@@ -4,19 +4,14 @@ whether it matters."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import msgspec
 
+from mtpserve.core.request import ModelCard
 from mtpserve.core.sampling import SamplingParams, Speculation
 
 PLAIN_FIELDS = {"speculative": {"enabled": False}}  # fields of a request over HTTP
 HOW = "--speculative-algorithm NEXTN"  # the option that makes a difference
-
-
-class Card(Protocol):
-    @property
-    def speculative_steps(self) -> int: ...
 
 
 class ListedSteps(msgspec.Struct):
@@ -30,6 +25,6 @@ def plainly(params: SamplingParams) -> SamplingParams:
     return replace(params, speculation=Speculation(enabled=False))
 
 
-def looks_ahead(card: Card | ListedSteps) -> bool:
+def looks_ahead(card: ModelCard | ListedSteps) -> bool:
     """True if requests are drafted for at all."""
     return card.speculative_steps > 0

@@ -22,18 +22,13 @@ class Packed(Protocol):
         ...
 
 
-class Pack(Protocol):
-    def __call__(self, weight: Tensor, bias: Tensor | None, lookups: bool, /) -> Packed | None:
-        """weight [N, K], bias [N]; None: torch multiplies the weight as it is. May reorder the weight's own
-        memory, which nobody else reads afterwards. `lookups`: every step reads single rows, too."""
-        ...
+# weight [N, K], bias [N], whether every step reads single rows, too → None: torch multiplies the weight as it
+# is. It may reorder the weight's own memory, which nobody else reads afterwards.
+Pack = Callable[["Tensor", "Tensor | None", bool], "Packed | None"]
 
-
-class PackInt8(Protocol):
-    def __call__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, /) -> Packed:
-        """weight [N, K] int8, scale [N], bias [N]. A product rounds each row of x to int8, too. May reorder
-        the weight's memory."""
-        ...
+# weight [N, K] int8, scale [N], bias [N]. A product rounds each row of x to int8, too. It may reorder the
+# weight's memory.
+PackInt8 = Callable[["Tensor", "Tensor", "Tensor | None"], "Packed"]
 
 
 class LinearKernels(Protocol):
@@ -53,14 +48,10 @@ class LinearKernels(Protocol):
     def linear_stored(self) -> LinearStored: ...
 
 
-class LinearStored(Protocol):
-    def __call__(
-        self, x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None, /
-    ) -> Tensor:
-        """x [T, K], bias [N] → [T, N]: x W^T + bias. The matrix is float8 [N, K] with scales [N / 128, K /
-        128] rounded up, or float8 or integers of four bits [N, K / 2] with scales and zeros [N, groups]: see
-        quant/stored.py."""
-        ...
+# x [T, K], weight, scale, zeros, bias [N] → [T, N]: x W^T + bias. The matrix is float8 [N, K] with scales [N
+# / 128, K / 128] rounded up, or float8 or integers of four bits [N, K / 2] with scales and zeros [N, groups]:
+# see quant/stored.py.
+LinearStored = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None"], "Tensor"]
 
 
 class LinearMethod(Protocol):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.cache.disk import DiskPages
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.leases import Leases
@@ -27,6 +25,7 @@ from mtpserve.runtime.remote.nixl import Nixl
 from mtpserve.runtime.remote.server import PageServer
 from mtpserve.runtime.remote.shared_memory import SharedBlocks
 from mtpserve.runtime.remote.wire import VERSION
+from mtpserve.spec.draft.passes import DraftPasses
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +51,8 @@ class TierOptions:
         return self.nodes.role == "prefill"
 
 
-class WithBoundary(Protocol):
-    @property
-    def boundary(self) -> BoundaryRows | None: ...
-
-
 def page_parts(
-    stores: Stores, states: States | None, passes: WithBoundary | None, groups: PageGroups
+    stores: Stores, states: States | None, passes: DraftPasses | None, groups: PageGroups
 ) -> list[list[Tensor]]:
     """[layers, pages, bytes] views of all that a page of each group holds."""
     boundary = None if passes is None else passes.boundary
