@@ -15,8 +15,8 @@ from mtpserve.core.arch.model import ClampedGate, ModelArch
 from mtpserve.core.batch import Batch
 from mtpserve.core.protocols.linear import LinearKernels
 from mtpserve.layers.decoder import DecoderModel, Methods
+from mtpserve.layers.devices.torch_kernels import gated, torch_kernels
 from mtpserve.layers.kernels import Kernels
-from mtpserve.layers.torch_kernels import gated, torch_kernels
 from mtpserve.models.family import Family
 from mtpserve.models.mimo import MIMO
 from mtpserve.weights.checkpoint.hf_config import HFConfig

@@ -144,8 +144,8 @@ def sampled_drafts(device_config: DeviceConfig, rows: int, vocab: int, cuts: int
 
 def head(device_config: DeviceConfig, rows: int, vocab: int, hidden: int, wide: int) -> RunBytes:
     """Float32 logits: as the layers multiply them, and rounded and widened. On a CPU both are."""
+    from mtpserve.layers.devices.torch_kernels import torch_kernels
     from mtpserve.layers.linear import Linear
-    from mtpserve.layers.torch_kernels import torch_kernels
     from mtpserve.quant.unquantized import Unquantized
 
     x = x_of(device_config, rows, hidden)

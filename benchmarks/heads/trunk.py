@@ -17,7 +17,7 @@ from mtpserve.core.arch.model import Attention, Features
 from mtpserve.core.errors import UnsupportedModel
 from mtpserve.engine.startup.planning import describe, load_model
 from mtpserve.engine.startup.storage import Storage
-from mtpserve.layers.torch_kernels import torch_kernels
+from mtpserve.layers.devices.torch_kernels import torch_kernels
 from mtpserve.text.tokenizer import Tokenizer
 from mtpserve.weights.checkpoint.hub import fetched
 

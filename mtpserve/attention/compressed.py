@@ -22,9 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpserve.attention.contexts import Completed, slots_of
+from mtpserve.attention.contexts import slots_of
 from mtpserve.attention.rows import BLOCK, padded, seen_by_rows
 from mtpserve.attention.selected import MAX_TOKENS, ChosenRows, best_of
+from mtpserve.attention.selection import Completed
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Store
 from mtpserve.core.arch.model import Compressed

@@ -36,10 +36,11 @@ from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, QueueFull
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.protocols.runner import Launched, ModelRunner
-from mtpserve.core.request import ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import SpecChange, SpecReport
 from mtpserve.engine.depth.clock import StepClock
 from mtpserve.engine.depth.policy import DepthPolicy, report
 from mtpserve.engine.depth.step_shapes import passes_of

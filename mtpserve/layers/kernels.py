@@ -231,8 +231,8 @@ class Kernels:
 KERNELS: Registry[Callable[[], Kernels]] = Registry(
     "kernels",
     {
-        "torch": "mtpserve.layers.torch_kernels:torch_kernels",
-        "exact": "mtpserve.layers.torch_kernels:exact_kernels",
+        "torch": "mtpserve.layers.devices.torch_kernels:torch_kernels",
+        "exact": "mtpserve.layers.devices.torch_kernels:exact_kernels",
         "triton": "mtpserve.layers.devices.triton_kernels:triton_kernels",
         "cpu": "mtpserve.layers.devices.cpu_kernels:cpu_kernels",
     },

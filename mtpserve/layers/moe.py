@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from mtpserve.core.arch.model import MoEArch
 from mtpserve.core.protocols.linear import LinearMethod
 from mtpserve.core.protocols.parallel import SpreadExperts
+from mtpserve.layers.devices.torch_kernels import beside
 from mtpserve.layers.kernels import Gate, Kernels, MixExperts, Route, SharedExpert
 from mtpserve.layers.linear import Float32Linear, Linear, in_float32
 from mtpserve.layers.mlp import MLP
-from mtpserve.layers.torch_kernels import beside
 
 
 class Router(nn.Module):

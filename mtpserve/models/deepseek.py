@@ -15,6 +15,7 @@ from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mixers.mla import MLA
 from mtpserve.layers.mixers.sparse import SparseMLA
+from mtpserve.layers.mtp_modules import decoder
 from mtpserve.layers.rope import yarn_mscale
 from mtpserve.models.family import (
     Family,
@@ -135,7 +136,7 @@ def build(
         )
         return attention, feed_forward(arch, layer, method, kernels)
 
-    return DecoderModel(arch, block, methods, dtype, positions, kernels)
+    return decoder(arch, block, methods, dtype, positions, kernels)
 
 
 def layer_names(arch: ModelArch) -> Names:

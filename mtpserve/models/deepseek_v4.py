@@ -27,6 +27,7 @@ from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mixers.shared_kv import SharedKV
 from mtpserve.layers.moe import TokenMoE
+from mtpserve.layers.mtp_modules import decoder
 from mtpserve.models.family import Family, Names, one_layer, trunk_layers
 from mtpserve.weights.checkpoint import hf
 from mtpserve.weights.checkpoint.hf_config import HFConfig
@@ -208,7 +209,7 @@ def build(
             arch.hidden, moe, layer, tokens, method, kernels
         )
 
-    return DecoderModel(arch, block, methods, dtype, positions, kernels)
+    return decoder(arch, block, methods, dtype, positions, kernels)
 
 
 def mixer(name: str, target: str) -> Names:

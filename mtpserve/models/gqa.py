@@ -12,6 +12,7 @@ from mtpserve.core.arch.model import Attention, KVLayout, LayerKind, ModelArch, 
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mixers.attention import GQA
+from mtpserve.layers.mtp_modules import decoder
 from mtpserve.models.family import Names, ends, experts, feed_forward, gated, trunk_layers
 from mtpserve.weights.checkpoint import hf
 from mtpserve.weights.checkpoint.hf_config import HFConfig
@@ -117,7 +118,7 @@ def build(
         method = methods.of(drafts=layer >= arch.num_layers)
         return GQA(arch, arch.attention(layer), method, kernels), feed_forward(arch, layer, method, kernels)
 
-    return DecoderModel(arch, block, methods, dtype, positions, kernels)
+    return decoder(arch, block, methods, dtype, positions, kernels)
 
 
 def layer_names(arch: ModelArch) -> Names:

@@ -16,6 +16,7 @@ from mtpserve.layers.decoder import Blocks, DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mixers.attention import GQA
 from mtpserve.layers.mixers.mamba2 import Mamba2
+from mtpserve.layers.mtp_modules import decoder
 from mtpserve.models import deepseek, gqa
 from mtpserve.models.family import Family, Names, feed_forward, made, one_layer, trunk_layers
 from mtpserve.weights.checkpoint.hf_config import HFConfig
@@ -166,7 +167,7 @@ def build(
                     arch, layer, method, kernels
                 ) if drafts else None
 
-    return DecoderModel(arch, blocks, methods, dtype, positions, kernels)
+    return decoder(arch, blocks, methods, dtype, positions, kernels)
 
 
 def attention_names() -> Names:

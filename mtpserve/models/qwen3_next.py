@@ -18,6 +18,7 @@ from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mixers.attention import GQA
 from mtpserve.layers.mixers.delta_net import GatedDeltaNet
+from mtpserve.layers.mtp_modules import decoder
 from mtpserve.models import gqa, qwen2
 from mtpserve.models.family import Family, Names, dropped, feed_forward, gated, made, one_layer
 from mtpserve.weights.checkpoint.hf_config import HFConfig
@@ -107,7 +108,7 @@ def build(
         )
         return attention, feed_forward(arch, layer, method, kernels)
 
-    return DecoderModel(arch, block, methods, dtype, positions, kernels)
+    return decoder(arch, block, methods, dtype, positions, kernels)
 
 
 def layer_names(arch: ModelArch, kind: LayerKind) -> Names:

@@ -6,13 +6,16 @@ Nothing here makes the host wait for the device, so that arrivals do not drain t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence as Seq
 
 import torch
 from torch import Tensor
 
 from mtpserve.cache.states import States
+from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.plan import NewPages, NewRequest
+from mtpserve.core.protocols.grammars import GrammarCompiler
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.device_requests import STOPS, DeviceRequests
 from mtpserve.runtime.runner_request import RunnerRequest
@@ -20,8 +23,28 @@ from mtpserve.runtime.sampling.rules import LogitRules, biases
 from mtpserve.runtime.sampling.sampling import SamplingState
 from mtpserve.runtime.transfer import bits, floats, staged
 
+log = logging.getLogger(__name__)
+
 INTEGERS = 9  # of a request, before its stop tokens
 NUMBERS = 6
+
+
+def admitted(new_requests: Seq[NewRequest], grammars: GrammarCompiler | None) -> list[RunnerRequest]:
+    """One whose grammar does not compile is refused."""
+    requests = [RunnerRequest(new_request) for new_request in new_requests]
+    for request in requests:
+        if (spec := request.sampling.grammar) is None:
+            continue
+        try:
+            if grammars is None:
+                raise InvalidRequest(
+                    f"{spec.kind} needs the model's tokenizer, which this runner has not", spec.kind
+                )
+            request.grammar = grammars.compile(spec)
+        except Exception as error:
+            log.exception("request %s could not be seated", request.id)
+            request.refuse(error)
+    return requests
 
 
 def seat(

@@ -14,29 +14,12 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from mtpserve.attention.contexts import slots_of
-from mtpserve.cache.states import States
-from mtpserve.cache.stores import Stores
-from mtpserve.core.batch import Batch, Hidden, Sampler, VerifyOutput
+from mtpserve.core.batch import Batch, Sampler
 from mtpserve.core.plan import SpanPlan
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.transfer import staged
-
-# Fields of a batch that follow from where its rows are.
-PLACED = (
-    "input_ids",
-    "positions",
-    "token_indices",
-    "slot_mapping",
-    "token_req_indices",
-    "query_start_loc",
-    "seq_lens",
-    "last_token_rows",
-    "sample_rows",
-)
 
 Layout = tuple[tuple[int, int, bool], ...]  # per span: committed tokens, drafts, whether it samples
 
@@ -94,52 +77,6 @@ def row_layout(layout: Layout, device: torch.device, depth: int | None = None) -
         widest,
         max(lengths),
         short,
-    )
-
-
-def prompt_layout(lengths: Tensor, real: Tensor, rows: int) -> RowLayout:
-    """lengths [P], `rows` in all, of prompts that end with this step; real [P]: 0 for a span that pads. Its
-    rows are all its first one, so that nothing is longer than its seat."""
-    ends, row = lengths.cumsum(0), torch.arange(rows, device=lengths.device)
-    query_start_loc = pad(ends, (1, 0))
-    span = torch.searchsorted(ends, row, right=True)
-    none, last = torch.zeros_like(lengths), ends - 1
-    offset = (row - query_start_loc[span]) * real[span]
-    return RowLayout(
-        span,
-        offset,
-        torch.zeros_like(row),
-        query_start_loc,
-        lengths,
-        none,
-        last,
-        last.unsqueeze(1),
-        real,
-        0,
-        rows,
-        None,
-    )
-
-
-def mixed_layout(decoding: RowLayout, prompts: RowLayout) -> RowLayout:
-    """One after the other. Drafts are chains. Logits of a prompt's last row are computed as often as those of
-    a request that decodes."""
-    spans, rows = decoding.num_tokens.shape[0], decoding.row_span.shape[0]
-    return RowLayout(
-        row_span=torch.cat([decoding.row_span, prompts.row_span + spans]),
-        offset=torch.cat([decoding.offset, prompts.offset]),
-        node=torch.cat([decoding.node, prompts.node]),
-        query_start_loc=torch.cat([decoding.query_start_loc, prompts.query_start_loc[1:] + rows]),
-        num_tokens=torch.cat([decoding.num_tokens, prompts.num_tokens]),
-        num_draft_tokens=torch.cat([decoding.num_draft_tokens, prompts.num_draft_tokens]),
-        last_token_rows=torch.cat([decoding.last_token_rows, prompts.last_token_rows + rows]),
-        sample_rows=torch.cat(
-            [decoding.sample_rows, (prompts.sample_rows + rows).expand(-1, decoding.widest + 1)]
-        ),
-        samples=torch.cat([decoding.samples, prompts.samples]),
-        widest=decoding.widest,
-        longest=prompts.longest,
-        compacted=None,
     )
 
 
@@ -230,62 +167,3 @@ def place(
         req_tensors=req_tensors,
         sampler=sampler,
     )
-
-
-def compact(
-    layout: RowLayout,
-    batch: Batch,
-    hidden: Hidden,
-    verify_output: VerifyOutput,
-    req_tensors: DeviceRequests,
-    stores: Stores,
-    states: States | None,
-) -> tuple[Batch, Hidden]:
-    """Move what survived of every tree together, so that what follows sees chains: the trunk's KV, what waits
-    for its states, and hidden states.
-
-        rows      x 1 2 3 4 5 6      path 0 2 5      →      x 2 5       their KV is now in the slots after x
-
-    Called after the requests were advanced, with the chains' layout. A path shorter than the deepest repeats
-    its last node: garbage after what counts.
-    """
-    assert verify_output.path is not None
-    depth = verify_output.path.shape[1] - 1
-    start = batch.token_indices[batch.query_start_loc[:-1]]
-    chains = place(layout, req_tensors, batch.req_indices, batch.sampler, start)
-    # Verification has used up the drafts. What the batch says of the next ones stays.
-    chained = batch._replace(
-        **{name: getattr(chains, name) for name in PLACED},
-        num_draft_tokens=layout.num_draft_tokens,
-        tree=None,
-        tree_bits=None,
-        tree_start=None,
-        checkpoint_tokens=None,
-        checkpoint_states=None,
-    )
-    chained = without_stores(chained, batch.unstored)
-    node = verify_output.path[layout.row_span, layout.node]
-    old = batch.last_token_rows[layout.row_span] + torch.where(
-        layout.node > 0, node, layout.offset - layout.num_tokens[layout.row_span] + 1
-    )
-    # Node j was stored j slots after the root, and so will be the path's j-th.
-    deep = torch.arange(1, depth + 1, device=req_tensors.device)
-    moved = deep <= verify_output.num_accepted_tokens.unsqueeze(1)
-    root = batch.last_token_rows.unsqueeze(1)
-    source, target = (
-        torch.where(moved, root + verify_output.path[:, 1:], root),
-        torch.where(moved, root + deep, root),
-    )
-    for group in stores.groups:
-        slots = slots_of(batch, group)
-        stores.move(group, slots[source], slots[target])
-    stores.move_entries(
-        batch.req_indices,
-        verify_output.path[:, 1:],
-        batch.token_indices[target],
-        batch.slot_mapping[target],
-        moved,
-    )
-    if states is not None:
-        states.move(batch.req_indices, verify_output.path[:, 1:])
-    return chained, hidden.at(old)

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
-from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols.grammars import GrammarCompiler
 from mtpserve.core.protocols.models import Drafter
-from mtpserve.runtime.admissions import seat, start_states
+from mtpserve.runtime.admissions import admitted, seat, start_states
 from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.graphs.prompt_rows import Prompts
 from mtpserve.runtime.inputs import RowLayout, after_others, build, is_first, row_layout, without_stores
@@ -153,20 +152,8 @@ class Runner:
     def admit(self, plan: StepPlan) -> None:
         if not plan.new_requests and not plan.new_pages:
             return
-        requests = [RunnerRequest(new_request) for new_request in plan.new_requests]
-        for request in requests:
-            self.requests[request.req_idx] = request
-            if (spec := request.sampling.grammar) is None:
-                continue
-            try:
-                if self.grammars is None:
-                    raise InvalidRequest(
-                        f"{spec.kind} needs the model's tokenizer, which this runner has not", spec.kind
-                    )
-                request.grammar = self.grammars.compile(spec)
-            except Exception as error:
-                log.exception("request %s could not be seated", request.id)
-                request.refuse(error)
+        requests = admitted(plan.new_requests, self.grammars)
+        self.requests |= {request.req_idx: request for request in requests}
         seated = [request for request in requests if request.error is None]
         seat(seated, plan.new_pages, self.req_tensors, self.sampling)
         if self.step.states is not None and seated:

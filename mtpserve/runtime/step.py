@@ -17,8 +17,9 @@ from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch, Drafts, Hidden, Sampler, VerifyOutput
 from mtpserve.core.protocols.attention import AttentionBackend
 from mtpserve.core.protocols.models import Drafter, Trunk
+from mtpserve.runtime.compaction import compact
 from mtpserve.runtime.device_requests import DeviceRequests
-from mtpserve.runtime.inputs import RowLayout, compact, place
+from mtpserve.runtime.inputs import RowLayout, place
 from mtpserve.spec.verify.accept import LOSSLESS, Verify, accept
 from mtpserve.spec.verify.thresholds import Thresholds
 

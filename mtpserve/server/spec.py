@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 from starlette.responses import Response
 
 from mtpserve.core.errors import EngineBusy, InvalidRequest
-from mtpserve.core.request import SpecChange, SpecReport, StepTime
+from mtpserve.core.stats.reports import SpecChange, SpecReport, StepTime
 from mtpserve.server.chat.service import Served, Service
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.schema.base import Strict

@@ -19,7 +19,8 @@ from mtpserve.layers.decoder import DecoderModel
 from mtpserve.spec.draft.chain import ChainDrafter
 from mtpserve.spec.draft.combined import CombinedDrafter
 from mtpserve.spec.draft.ngram import NGramDrafter
-from mtpserve.spec.draft.passes import DraftPasses, ReducedHead
+from mtpserve.spec.draft.passes import DraftPasses
+from mtpserve.spec.draft.propose import ReducedHead
 from mtpserve.spec.draft.tree import TreeDrafter
 from mtpserve.spec.sizes import coupled, draft_sizes
 

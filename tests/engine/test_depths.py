@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mtpserve.config import SpecConfig
-from mtpserve.core.request import Request, SpecChange, TokenEvent
+from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.stats.reports import SpecChange
 from mtpserve.engine.engine import Engine
 from tests.engine.harness import PROMPTS, Bench
 from tests.tiny import prompts, run, tiny_engine, tiny_model

@@ -14,9 +14,10 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.config import SpecConfig
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import SpanPlan, StepPlan
-from mtpserve.core.request import Proposal, Request, SpecChange
+from mtpserve.core.request import Proposal, Request
 from mtpserve.core.sampling import SamplingParams, Speculation
 from mtpserve.core.state.request_state import RequestState
+from mtpserve.core.stats.reports import SpecChange
 from mtpserve.engine.depth.policy import EVERY, DepthPolicy
 from mtpserve.engine.depth.step_times import StepWork
 from mtpserve.engine.scheduler import Scheduler

@@ -28,8 +28,9 @@ from mtpserve.core.errors import (
     RequestFailed,
     ShuttingDown,
 )
-from mtpserve.core.request import Finish, Request, SpecChange, TokenEvent
+from mtpserve.core.request import Finish, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
+from mtpserve.core.stats.reports import SpecChange
 from mtpserve.engine.process import client as client_module
 from mtpserve.engine.process.client import ProcessClient, private_directory
 from tests.engine import fifo_engine

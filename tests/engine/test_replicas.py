@@ -10,9 +10,10 @@ import pytest
 
 from mtpserve.core.errors import EngineBusy, EngineDead, LoadError, QueueFull, RequestFailed
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.request import Finish, ModelCard, Request, SpecChange, SpecReport, StepCosts, TokenEvent
+from mtpserve.core.request import Finish, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import SpecChange, SpecReport, StepCosts
 from mtpserve.engine.process import affinity, replicas
 from mtpserve.engine.process.replicas import MAX_LOST_ENGINES, Replicas
 from mtpserve.engine.process.totals import total

@@ -10,7 +10,7 @@ import pytest
 from tests.house.tree import PACKAGE, text
 
 MAX_FILES = 22
-MAX_LINES = 4_806  # in all; the goal is 3,600. The number only ever falls.
+MAX_LINES = 3_600
 # The words of tiers, transfers, recurrent layers, compressed attention and trials, and how often they occur. The numbers only ever fall.
 MAX_WORDS = {"tier": 36, "offload": 0, "ring": 0, "compressed": 1, "probe": 1, "lease": 6}
 CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")

@@ -13,10 +13,10 @@ from mtpserve_kernels import tuned
 from mtpserve_kernels.fused.gemv import gemv_kernel
 from mtpserve_kernels.fused.linear import skinny_kernel
 
+from mtpserve.layers.devices.torch_kernels import torch_kernels
 from mtpserve.layers.devices.triton_kernels import triton_kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.mlp import MLP
-from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.quant.unquantized import Unquantized
 from tests.kernels.test_fused import numbers
 

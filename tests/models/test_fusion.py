@@ -12,8 +12,8 @@ from torch import nn
 
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.engine.startup.planning import describe
+from mtpserve.layers.devices.torch_kernels import torch_kernels
 from mtpserve.layers.fusion import Fusion
-from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.quant.unquantized import Unquantized
 from tests.models.published_configs import DEEPSEEK_V3, ERNIE_21B_A3B, GLM45_AIR, MIMO_7B, MIMO_V2_FLASH
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpserve.core.arch.model import MoEArch
-from mtpserve.layers import torch_kernels
+from mtpserve.layers.devices import torch_kernels
+from mtpserve.layers.devices.torch_kernels import STRIP, experts
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.moe import Experts
-from mtpserve.layers.torch_kernels import STRIP, experts
 from mtpserve.quant.fp8 import FP8, dequantize_block, is_finite, make_room, quantize_block
 from mtpserve.quant.kept import Kept
 from mtpserve.quant.mxfp4 import dequantize_mxfp4

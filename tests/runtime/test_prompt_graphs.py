@@ -15,8 +15,8 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.runtime.graphs import graphs as graphs_module
-from mtpserve.runtime.graphs.prompt_rows import Prompts, padded_prompts
-from mtpserve.runtime.inputs import prompt_layout, row_layout
+from mtpserve.runtime.graphs.prompt_rows import Prompts, padded_prompts, prompt_layout
+from mtpserve.runtime.inputs import row_layout
 from tests.runtime.recorders import Again
 from tests.runtime.test_graphs import CHAIN, GREEDY, SPECS, TREE, graphs_of
 from tests.spec.diagonal import diagonal

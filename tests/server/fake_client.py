@@ -9,8 +9,9 @@ import msgspec
 
 from mtpserve.core.errors import EngineDead, RequestFailed
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.request import EngineState, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import EngineState, SpecChange, SpecReport
 from mtpserve.engine.process.messages import Submit
 from tests.server.fake_engine import FakeEngine
 

@@ -15,9 +15,10 @@ from mtpserve.cli.options import given, settings
 from mtpserve.config import EngineConfig
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, MTPServeError, QueueFull
-from mtpserve.core.request import Finish, FirstTokenTimes, ModelCard, Proposal, Request, SpecChange, SpecReport, TokenEvent, TokenLogprob
+from mtpserve.core.request import Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import SpecChange, SpecReport
 from mtpserve.engine.depth.policy import DepthPolicy, report
 from mtpserve.engine.parallel.ticks import Ticks
 

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.request import EngineState
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import EngineState
 from mtpserve.server.app import create_app
 from mtpserve.server.observe.metrics import Metrics
 from mtpserve.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ OPTION = "    random_seed: int | None ="
 READ = """import asyncio, json, types
 import httpx
 from mtpserve.cli.options import settings
-from mtpserve.core.request import EngineState
+from mtpserve.core.stats.reports import EngineState
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.process.totals import counters, total
 from mtpserve.engine.stats import count

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from mtpserve.config import ServerConfig
-from mtpserve.core.request import SpecChange, SpecReport
 from mtpserve.core.stats.engine_stats import DepthState, EngineStats
+from mtpserve.core.stats.reports import SpecChange, SpecReport
 from mtpserve.engine.depth.step_times import StepWork, bucket, middle
 from mtpserve.server import spec
 from mtpserve.server.app import create_app

@@ -16,13 +16,13 @@ from mtpserve.core.batch import Hidden
 from mtpserve.core.protocols.attention import Context
 from mtpserve.core.protocols.models import Trunk
 from mtpserve.layers.decoder import DecoderLayer
+from mtpserve.layers.devices.torch_kernels import torch_kernels
 from mtpserve.layers.embedding import Embedding
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.mixers.attention import GQA
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rope
-from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.quant.unquantized import Unquantized
 
 HIDDEN, POSITIONS = 16, 400

@@ -14,9 +14,8 @@ from mtpserve.config import SpecConfig
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
-from mtpserve.layers import torch_kernels
 from mtpserve.layers.decoder import DecoderModel
-from mtpserve.layers.devices import cpu_kernels
+from mtpserve.layers.devices import cpu_kernels, torch_kernels
 from tests import selection
 from tests.spec.diagonal import diagonal
 from tests.spec.test_trees import tree

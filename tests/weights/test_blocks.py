@@ -16,7 +16,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.startup import storage
 from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.planning import describe, fixed, load_model, plan
-from mtpserve.layers.torch_kernels import torch_kernels
+from mtpserve.layers.devices.torch_kernels import torch_kernels
 from mtpserve.quant.fp8 import FP8
 from tests.models.chained import step
 from tests.models.checkpoints import Tiny, deepseek, write

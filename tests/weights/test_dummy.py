@@ -17,7 +17,7 @@ from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.startup.planning import describe, empty_model, plan, positions
 from mtpserve.engine.startup.storage import Storage
 from mtpserve.layers.decoder import DecoderModel, Methods
-from mtpserve.layers.torch_kernels import torch_kernels
+from mtpserve.layers.devices.torch_kernels import torch_kernels
 from mtpserve.models import deepseek, gqa
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.text.tokenizer import tokenizer_of

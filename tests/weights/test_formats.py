@@ -16,7 +16,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.planning import Described, describe, fixed, load_model
 from mtpserve.engine.startup.storage import Storage, storage_of
-from mtpserve.layers.torch_kernels import torch_kernels
+from mtpserve.layers.devices.torch_kernels import torch_kernels
 from mtpserve.quant.mxfp4 import dequantize_mxfp4
 from mtpserve.quant.published import in_chunks
 from mtpserve.tools.inspect.checkpoint import inspect_model

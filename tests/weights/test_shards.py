@@ -19,7 +19,7 @@ from mtpserve.core.protocols.parallel import PlannedRank, Ranks
 from mtpserve.engine.startup.planning import describe, empty_model
 from mtpserve.engine.startup.storage import Storage
 from mtpserve.layers.decoder import DecoderModel, Methods
-from mtpserve.layers.torch_kernels import torch_kernels
+from mtpserve.layers.devices.torch_kernels import torch_kernels
 from mtpserve.models import deepseek, gqa, nemotron_h, qwen3_next
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.weights.shards import Shard, shards_of

@@ -6,8 +6,9 @@ from collections.abc import AsyncGenerator, Sequence as Seq
 from typing import Protocol
 
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.request import EngineState, ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import EngineState, SpecChange, SpecReport
 
 
 class RequestClient(Protocol):

@@ -30,9 +30,9 @@ from math import ceil
 from typing import NamedTuple
 
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.request import SpecChange, SpecReport, StepCosts
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.core.stats.engine_stats import DepthState, EngineStats
+from mtpserve.core.stats.reports import SpecChange, SpecReport, StepCosts
 from mtpserve.engine.depth.ranking import Ranking
 from mtpserve.engine.depth.step_shapes import StepShapes
 from mtpserve.engine.depth.step_times import StepTimes, StepWork

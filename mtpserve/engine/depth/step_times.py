@@ -37,7 +37,7 @@ from math import exp, log, log2
 from operator import mul
 from typing import NamedTuple
 
-from mtpserve.core.request import StepCosts, StepTime
+from mtpserve.core.stats.reports import StepCosts, StepTime
 
 # Observations of a cell that count, and over which the pace is followed. Most of what is observed is the
 # depth that is in use: were the two nearer to each other, its cell would take over what makes all steps

@@ -30,8 +30,9 @@ from mtpserve.config import EngineConfig
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
 from mtpserve.core.heartbeat import Heartbeat
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.request import ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import SpecChange, SpecReport
 from mtpserve.engine.process.hang import dump_stacks, silence
 from mtpserve.engine.process.messages import (
     INBOX,

@@ -15,8 +15,9 @@ import msgspec
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, MTPServeError, QueueFull
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.request import ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import SpecChange, SpecReport
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):

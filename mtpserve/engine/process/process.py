@@ -31,9 +31,10 @@ import zmq
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, LoadError, MTPServeError
 from mtpserve.core.heartbeat import PULSE
-from mtpserve.core.request import ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import SpecChange, SpecReport
 from mtpserve.engine.parallel.ticks import State, Ticks
 from mtpserve.engine.process.messages import (
     INBOX,

@@ -24,8 +24,9 @@ from typing import Literal
 
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.request import EngineState, ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import EngineState, SpecChange, SpecReport
 from mtpserve.engine.process.affinity import Affinity
 from mtpserve.engine.process.client import ProcessClient
 from mtpserve.engine.process.totals import counters, total

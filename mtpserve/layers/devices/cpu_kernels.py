@@ -26,6 +26,13 @@ from mtpserve.core.arch.model import ClampedGate, MoEArch, Ungated
 from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.protocols.attention import Context
 from mtpserve.layers.decoder import DecoderLayer
+from mtpserve.layers.devices.torch_kernels import (
+    FusedApart,
+    activated,
+    beside,
+    pack_layers as one_by_one,
+    torch_kernels,
+)
 from mtpserve.layers.embedding import Embedding
 from mtpserve.layers.fusion import Fusion
 from mtpserve.layers.kernels import (
@@ -52,13 +59,6 @@ from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
-from mtpserve.layers.torch_kernels import (
-    FusedApart,
-    activated,
-    beside,
-    pack_layers as one_by_one,
-    torch_kernels,
-)
 
 MANY_ROWS = 64  # with so many a layer takes so long that a call from Python is nothing
 

@@ -20,7 +20,7 @@ from mtpserve_kernels.quant.rows import linear_rows, widen_rows
 from torch import Tensor
 
 from mtpserve.core.arch.model import ClampedGate, MoEArch
-from mtpserve.layers import torch_kernels
+from mtpserve.layers.devices import torch_kernels
 from mtpserve.layers.kernels import Gate, HeadNorms, Kernels, RoutedExperts, SharedExpert
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.rope import Rotation

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from mtpserve.core.arch.model import Attention, ModelArch
 from mtpserve.core.protocols.attention import Context
 from mtpserve.core.protocols.linear import LinearMethod
+from mtpserve.layers.devices.torch_kernels import rope_store_apart
 from mtpserve.layers.kernels import HeadNorms, Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
-from mtpserve.layers.torch_kernels import rope_store_apart
 
 
 class GQA(nn.Module):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpserve.attention.contexts import CompressingContext
+from mtpserve.attention.selection import CompressingContext
 from mtpserve.cache.pool import store
 from mtpserve.core.arch.model import Attention, Compressed, ModelArch
 from mtpserve.core.protocols.attention import Context

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpserve.attention.contexts import SelectingContext
+from mtpserve.attention.selection import SelectingContext
 from mtpserve.core.arch.model import Attention, ModelArch
 from mtpserve.core.protocols.attention import Context
 from mtpserve.core.protocols.linear import LinearMethod

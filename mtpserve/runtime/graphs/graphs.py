@@ -29,8 +29,15 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch
 from mtpserve.runtime.graphs.capture import CaptureFailed, GraphCapturer, GraphOutput
-from mtpserve.runtime.graphs.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts, padded_prompts
-from mtpserve.runtime.inputs import RowLayout, build, mixed_layout, prompt_layout, row_layout
+from mtpserve.runtime.graphs.prompt_rows import (
+    MIXED_PROMPTS,
+    PROMPTS,
+    Prompts,
+    mixed_layout,
+    padded_prompts,
+    prompt_layout,
+)
+from mtpserve.runtime.inputs import RowLayout, build, row_layout
 from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
 from mtpserve.runtime.step import Step
 from mtpserve.runtime.transfer import write

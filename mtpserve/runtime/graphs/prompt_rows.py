@@ -13,6 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mtpserve.runtime.inputs import RowLayout
+
 # Rows of prompts in one graph, and spans, of which at least one pads it: it has the rows that are left over.
 # With more rows a GPU takes longer than the launches.
 PROMPTS = ((64, 8), (128, 16), (192, 16), (256, 32), (384, 32), (512, 32), (768, 64), (1024, 64))
@@ -46,3 +52,49 @@ def padded_prompts(prompts: Prompts, rows: int, spans: int, decoding: int) -> li
     padded = [*lengths, *[1] * (padding - 1), rows - sum(lengths) - padding + 1]
     resumed = [decoding + span for span in prompts.resumed or [spans - 1]]
     return [padded, [1] * len(lengths) + [0] * padding, (resumed * spans)[:spans]]
+
+
+def prompt_layout(lengths: Tensor, real: Tensor, rows: int) -> RowLayout:
+    """lengths [P], `rows` in all, of prompts that end with this step; real [P]: 0 for a span that pads. Its
+    rows are all its first one, so that nothing is longer than its seat."""
+    ends, row = lengths.cumsum(0), torch.arange(rows, device=lengths.device)
+    query_start_loc = pad(ends, (1, 0))
+    span = torch.searchsorted(ends, row, right=True)
+    none, last = torch.zeros_like(lengths), ends - 1
+    offset = (row - query_start_loc[span]) * real[span]
+    return RowLayout(
+        span,
+        offset,
+        torch.zeros_like(row),
+        query_start_loc,
+        lengths,
+        none,
+        last,
+        last.unsqueeze(1),
+        real,
+        0,
+        rows,
+        None,
+    )
+
+
+def mixed_layout(decoding: RowLayout, prompts: RowLayout) -> RowLayout:
+    """One after the other. Drafts are chains. Logits of a prompt's last row are computed as often as those of
+    a request that decodes."""
+    spans, rows = decoding.num_tokens.shape[0], decoding.row_span.shape[0]
+    return RowLayout(
+        row_span=torch.cat([decoding.row_span, prompts.row_span + spans]),
+        offset=torch.cat([decoding.offset, prompts.offset]),
+        node=torch.cat([decoding.node, prompts.node]),
+        query_start_loc=torch.cat([decoding.query_start_loc, prompts.query_start_loc[1:] + rows]),
+        num_tokens=torch.cat([decoding.num_tokens, prompts.num_tokens]),
+        num_draft_tokens=torch.cat([decoding.num_draft_tokens, prompts.num_draft_tokens]),
+        last_token_rows=torch.cat([decoding.last_token_rows, prompts.last_token_rows + rows]),
+        sample_rows=torch.cat(
+            [decoding.sample_rows, (prompts.sample_rows + rows).expand(-1, decoding.widest + 1)]
+        ),
+        samples=torch.cat([decoding.samples, prompts.samples]),
+        widest=decoding.widest,
+        longest=prompts.longest,
+        compacted=None,
+    )

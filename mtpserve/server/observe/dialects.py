@@ -15,8 +15,8 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mtpserve.core.request import EngineState
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import EngineState
 from mtpserve.server.observe.buckets import (
     LENGTHS,
     SGLANG_FIRST,

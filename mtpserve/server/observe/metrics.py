@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mtpserve.core.protocols.clients import EngineClient
-from mtpserve.core.request import EngineState
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import EngineState
 from mtpserve.server.observe.buckets import (
     FIRST_TOKEN_BUCKETS,
     LENGTH_BUCKETS,

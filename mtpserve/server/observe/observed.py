@@ -17,9 +17,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from mtpserve.core.request import EngineState, FirstTokenTimes, ModelCard, Request
+from mtpserve.core.request import FirstTokenTimes, ModelCard, Request
 from mtpserve.core.stats.engine_stats import METRICS, EngineStats
 from mtpserve.core.stats.metric import Kind, Metric as Entry, Series
+from mtpserve.core.stats.reports import EngineState
 from mtpserve.server.observe.histogram import LoopHistogram
 
 # of the request that is answered in this context; "": it came by none

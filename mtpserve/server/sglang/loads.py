@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from mtpserve import __version__
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.request import EngineState, ModelCard
+from mtpserve.core.request import ModelCard
 from mtpserve.core.stats.engine_stats import EngineStats
+from mtpserve.core.stats.reports import EngineState
 from mtpserve.server.chat.service import Served
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.schema.shapes import SERVER

@@ -20,7 +20,6 @@ some steps (cache/deferred), and absorbed by one pass.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -30,11 +29,12 @@ from torch import Tensor
 from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.cache.deferred import DeferredRows
 from mtpserve.core.batch import Batch, Hidden, VerifyOutput
-from mtpserve.core.protocols.attention import AttentionBackend, Context
+from mtpserve.core.protocols.attention import AttentionBackend
 from mtpserve.core.protocols.models import BlockModel, ChainedModules, DraftModel
+from mtpserve.spec.draft.block import block_inputs, block_pass
 from mtpserve.spec.draft.history import FeatureHistory
 from mtpserve.spec.draft.modules import ModuleChain, behind
-from mtpserve.spec.draft.propose import Propose, propose
+from mtpserve.spec.draft.propose import Propose, ReducedHead, propose
 
 # From so many rows on, and so many for each request, a pass for their keys and values and another one for the
 # outputs that are used are cheaper than one for all. Few rows take as long as one.
@@ -47,48 +47,6 @@ DraftChain = Callable[["DraftPasses", Batch, Hidden, VerifyOutput, int], tuple[T
 # mtpserve_kernels.seats.reference.draft_positions with a page size: length, page_table, seat_ids, lookback,
 # steps → positions, slots.
 DraftPositions = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class ReducedHead:
-    """A draft head over the most frequent tokens: drafting multiplies only their rows of the language-model
-    head.
-
-    Other tokens are never proposed and their q is zero. Verification uses the whole vocabulary, so it stays
-    lossless.
-    """
-
-    tokens: Tensor  # [n] int64, ascending, so that ties are broken as in the whole vocabulary
-    vocab: int
-    multiply: Callable[[Tensor, int], Tensor]  # [rows, hidden], the drafts before them → [rows, n] float32
-
-    def spread(self, logits: Tensor) -> Tensor:
-        """[rows, n] → [rows, vocabulary]; -inf for tokens that are not in the map."""
-        return logits.new_full((len(logits), self.vocab), -torch.inf).index_copy(1, self.tokens, logits)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockContext:
-    """core.protocols.attention.Context: rows that are stored as `own` plans them, and attend as `whole`
-    does."""
-
-    own: Context
-    whole: Context
-
-    @property
-    def slots(self) -> Tensor:
-        return self.own.slots
-
-    @property
-    def keys(self) -> Tensor:
-        return self.own.keys
-
-    @property
-    def values(self) -> Tensor:
-        return self.own.values
-
-    def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return self.whole.attend(q, sinks)
 
 
 @cache
@@ -148,9 +106,12 @@ class DraftPasses:
             ), req_indices
         if self.model.mask is not None:
             self.model.store_kv(rows.input_ids, rows.positions, features, self.attention.plan(rows))
-            return self.block(
-                batch, req_indices, rows.input_ids[last], rows.token_indices[last], self.model.mask
-            ), req_indices
+            tokens, index = block_inputs(
+                rows.input_ids[last], rows.token_indices[last], self.model.mask, self.steps
+            )
+            masked = self.rows(batch, req_indices, tokens.flatten(), index.flatten(), index.flatten())
+            model = cast(BlockModel, self.model)
+            return block_pass(model, self.attention, masked, tokens, index), req_indices
         if not self.splits(rows, last):
             return self.model.extend(rows.input_ids, rows.positions, features, self.attention.plan(rows)).at(
                 last
@@ -175,26 +136,6 @@ class DraftPasses:
         """True if the pass first computes keys and values of all rows, then the outputs of the `last` ones
         [D] alone."""
         return rows.input_ids.shape[0] >= max(SPLIT_ROWS, SPLIT_EACH * last.shape[0])
-
-    def block(self, batch: Batch, req_indices: Tensor, ids: Tensor, index: Tensor, mask: int) -> Hidden:
-        """Runs one pass over the last tokens `ids` [D], whose rows are at `index`, and a mask for each draft
-        after them (DFlash, https://arxiv.org/abs/2602.06036 §3). → as
-        core.protocols.models.BlockModel.block."""
-        model, places = cast(BlockModel, self.model), torch.arange(1, self.steps + 2, device=ids.device)
-        tokens = torch.where(places == 1, ids.unsqueeze(1), mask)
-        index = index.unsqueeze(1) + places
-        rows = self.rows(batch, req_indices, tokens.flatten(), index.flatten(), index.flatten())
-        attention_plan = self.attention.plan(rows)
-        if all(model.causal):
-            return model.block(tokens, index, attention_plan)
-        # Each sees all of them, and of a window what the last one sees: as if all were the last one.
-        last = (rows.seq_lens - 1).repeat_interleave(self.steps + 1)
-        whole = self.attention.plan(rows._replace(token_indices=last, positions=last))
-        seen = [
-            attention_plan[i] if causal else BlockContext(attention_plan[i], whole[i])
-            for i, causal in enumerate(model.causal)
-        ]
-        return model.block(tokens, index, seen)
 
     def skip(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> None:
         """Replaces `extend` in a step that drafts nothing."""

@@ -4,6 +4,7 @@ call."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,3 +39,21 @@ def propose(logits: Tensor, req_indices: Tensor, index: Tensor, sampler: Sampler
         if coupled is None
         else torch.where(coupled, sampler.choose(law, req_indices, index, DRAW), tokens)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedHead:
+    """A draft head over the most frequent tokens: drafting multiplies only their rows of the language-model
+    head.
+
+    Other tokens are never proposed and their q is zero. Verification uses the whole vocabulary, so it stays
+    lossless.
+    """
+
+    tokens: Tensor  # [n] int64, ascending, so that ties are broken as in the whole vocabulary
+    vocab: int
+    multiply: Callable[[Tensor, int], Tensor]  # [rows, hidden], the drafts before them → [rows, n] float32
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """[rows, n] → [rows, vocabulary]; -inf for tokens that are not in the map."""
+        return logits.new_full((len(logits), self.vocab), -torch.inf).index_copy(1, self.tokens, logits)

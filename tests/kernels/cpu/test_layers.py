@@ -14,11 +14,11 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.layers.decoder import MTPHead
 from mtpserve.layers.devices import cpu_kernels
 from mtpserve.layers.devices.cpu_kernels import FusedStack, LayerStack
+from mtpserve.layers.devices.torch_kernels import FusedApart, pack_layers
 from mtpserve.layers.embedding import Embedding
 from mtpserve.layers.kernels import RunFusedLayer
 from mtpserve.layers.moe import MoE
 from mtpserve.layers.rope import Rotation
-from mtpserve.layers.torch_kernels import FusedApart, pack_layers
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 

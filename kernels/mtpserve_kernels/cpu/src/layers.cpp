@@ -1,6 +1,6 @@
 // A stack of pre-norm decoder layers in one parallel region: the ops of the other files, with a wait between them. For a small model the
 // calls of single ops, and the threads' forking and joining, cost as much as the arithmetic.
-// Reference: layers/decoder.py with the kernels of layers/torch_kernels.py.
+// Reference: layers/decoder.py with the kernels of layers/devices/torch_kernels.py.
 #include "layers.h"
 
 #include "moe.h"

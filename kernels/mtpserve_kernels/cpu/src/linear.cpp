@@ -1,4 +1,4 @@
-// Reference: torch.nn.functional.linear; layers/torch_kernels.py.
+// Reference: torch.nn.functional.linear; layers/devices/torch_kernels.py.
 #include "linear.h"
 
 #include <bit>
