@@ -100,7 +100,7 @@ class CacheConfig:
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory for pages; 0: there is no tier below the device."""
+        """Bytes of host memory for pages; 0: there is no tier below the device."""
         least = 0 if self.kv_offload_dir is None else LEAST_HOST_GIB
         return int(max(self.kv_offload_gib, least) * (1 << 30))
 

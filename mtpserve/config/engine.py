@@ -63,7 +63,7 @@ class EngineConfig:
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory for pages; 0: there is no tier below the device."""
+        """Bytes of host memory for pages; 0: there is no tier below the device."""
         least = 0 if self.disaggregation.role is None or self.cache.kv_offload_gib else HOST_GIB
         return max(self.cache.host_bytes, int(least * (1 << 30)))
 

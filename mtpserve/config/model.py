@@ -104,7 +104,7 @@ class ModelConfig:
 
     @property
     def recommends(self) -> bool:
-        """Whether the model's recommended sampling parameters are the defaults of requests."""
+        """True if requests default to the model's recommended sampling parameters."""
         return self.sampling_defaults in ("model", "auto")
 
     @property

@@ -128,12 +128,12 @@ class ParallelConfig:
 
     @property
     def spreads(self) -> bool:
-        """Whether engines share a model's experts."""
+        """True if engines share a model's experts."""
         return self.spreading is not None and self.data_parallel_size > 1
 
     @property
     def by_rank(self) -> bool:
-        """Whether each of an engine's processes has some of the experts whole."""
+        """True if each of an engine's processes has some experts whole."""
         expert_parallel = self.spreads or self.enable_expert_parallel or self.expert_parallel_size > 1
         return expert_parallel and self.ranks > 1
 

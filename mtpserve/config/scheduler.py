@@ -101,7 +101,7 @@ class SchedulerConfig:
         return STEP_TOKENS["cpu"] if self.chunked_prefill_size is None else self.chunked_prefill_size
 
     def on(self, device: str) -> SchedulerConfig:
-        """With what nobody gave as it is on such a device, cpu or cuda."""
+        """The options with the defaults of a `device`: cpu or cuda."""
         return (
             self
             if self.chunked_prefill_size is not None

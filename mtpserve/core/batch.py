@@ -20,7 +20,7 @@ class Source(IntEnum):
 
     @staticmethod
     def names(drafter: str) -> tuple[str, ...]:
-        """As traces and metrics have them; `drafter`: the draft model's."""
+        """The sources' names in traces and metrics. `drafter`: the draft model's name."""
         return (drafter, *(source.name.lower() for source in Source if source is not Source.MODEL))
 
 
@@ -121,8 +121,8 @@ class Hidden(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the tokens that a step commits, by the target's own law. N is the largest number of alternatives
-    asked for."""
+    """Log-probabilities of the tokens that a step commits, by the target's own law. N is the largest number
+    of alternatives that a request wants."""
 
     token_logprobs: Tensor  # [R, D+1] float32
     ranks: Tensor  # [R, D+1] int64
@@ -169,12 +169,12 @@ class RequestTensors(Protocol):
     draft_probs: Tensor  # [seats, K, vocabulary] float32: what the waiting drafts of a chain were drawn from
 
     def slot_mapping(self, req_indices: Tensor, index: Tensor, group: int = 0) -> Tensor:
-        """Where the KV of token `index` of each seat's request is stored, in the pages of this group."""
+        """Slots of token `index` of each seat's request, in the pages of this group."""
         ...
 
     def next_tokens(self, req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the token after each `index` [n] of these seats' requests [n]: which one it is, its index, and
-        its slot in the pages of group 0; [n] each."""
+        """The token after each `index` [n] of these seats' requests [n]: its id, its index, and its slot in
+        the pages of group 0; [n] each."""
         ...
 
     def num_prompt_tokens(self, req_indices: Tensor) -> Tensor: ...

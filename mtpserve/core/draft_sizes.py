@@ -45,11 +45,11 @@ class DraftSizes:
 
     @property
     def depth(self) -> int:
-        """Of the deepest draft."""
+        """Depth of the deepest draft."""
         return max(self.steps, self.free)
 
     def holds(self, other: DraftSizes) -> bool:
-        """Whether what was made for these sizes has room for the other's drafts."""
+        """True if tensors of these sizes have room for the other's drafts."""
         pairs = (
             (self.depth, other.depth),
             (self.nodes, other.nodes),
@@ -60,7 +60,7 @@ class DraftSizes:
 
     @property
     def branching(self) -> bool:
-        """Whether a request's drafts may be a tree."""
+        """True if a request's drafts may be a tree."""
         return self.trees or self.free > 0
 
     @property

@@ -21,7 +21,7 @@ class Heartbeat:
         self._count = memoryview(bytearray(BYTES)).cast("Q")
 
     def beat(self) -> None:
-        """Of the main thread alone: another one gets on, too, while that hangs."""
+        """The main thread alone calls this: other threads run on while it hangs."""
         self._count[0] += 1
 
     @property

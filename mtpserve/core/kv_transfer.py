@@ -16,7 +16,7 @@ class PageSource(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PageOffer(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where another node gets the pages of the prompt that was just computed."""
+    """The address from which another node gets the pages of a computed prompt."""
 
     engine: str  # an id that no other engine has had
     host: str

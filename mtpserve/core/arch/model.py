@@ -38,10 +38,9 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """Of what a row may see it attends to the `best` tokens alone, all where there are no more
-    (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 §2.1). The layer scores tokens by an index key of
-    `key_dim` numbers that it stores of each; 0: it stores none, and takes the tokens that the last layer
-    before it has selected."""
+    """A row attends only to the `best` tokens that it may see, or to all if there are fewer (DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556 §2.1). The layer scores tokens by an index key: `key_dim` stored numbers
+    per token. 0: it stores none, and takes the tokens that the last layer before it selected."""
 
     best: int
     key_dim: int
@@ -87,7 +86,7 @@ class Attention:
 
     @property
     def index_dim(self) -> int:
-        """Of the index key of a token; 0: there is none."""
+        """Numbers of a token's index key; 0: there is none."""
         return 0 if self.selected is None else self.selected.key_dim
 
     @property
@@ -126,7 +125,7 @@ class Attention:
 
     @property
     def entries(self) -> str:
-        """For people."""
+        """A description of the entries, for logs."""
         assert self.compressed is not None
         selector, index = self.compressed.selected, self.compressed.index_dim
         picked = "" if selector is None else f", index key {index}, best {selector.best:,}"
@@ -158,7 +157,7 @@ class Recurrent:
 
     @property
     def numbers(self) -> int:
-        """Of the state of one request, without the convolution's inputs."""
+        """Numbers of one request's state, without the convolution's inputs."""
         return self.value_heads * self.key_dim * self.value_dim
 
     def __str__(self) -> str:
@@ -179,12 +178,12 @@ LayerKind = Attention | Recurrent | FeedForward
 
 
 def attention_kinds(layers: Iterable[LayerKind]) -> list[Attention]:
-    """Those that keep something of each token."""
+    """The layers that store something for each token."""
     return [kind for kind in layers if isinstance(kind, Attention)]
 
 
 def recurrent_kinds(layers: Iterable[LayerKind]) -> list[Recurrent]:
-    """Those that keep a state of each request."""
+    """The layers that keep a state for each request."""
     return [kind for kind in layers if isinstance(kind, Recurrent)]
 
 
@@ -374,7 +373,7 @@ class ModelArch:
     gate: Ungated | None = None  # of feed-forward blocks without experts; None: silu(gate) * up
 
     def heads_of(self, kind: Attention) -> int:
-        """Of the queries."""
+        """Query heads of a layer kind."""
         return kind.heads or self.heads
 
     def attention(self, layer: int) -> Attention:
@@ -390,7 +389,7 @@ class ModelArch:
 
     @property
     def num_layers(self) -> int:
-        """Of the trunk."""
+        """Layers of the trunk."""
         return self.shared_layers - (self.mtp.layers if self.mtp else 0)
 
     @property
@@ -431,7 +430,7 @@ class ModelArch:
 
     @property
     def summary(self) -> str:
-        """In one line, for people."""
+        """The model in one line, for logs."""
         mtp = (
             "no MTP layer"
             if self.mtp is None

@@ -61,7 +61,7 @@ class DraftModel(Protocol):
     def store_kv(
         self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Seq[Context]
     ) -> None:
-        """As `extend`, for what later rows need of these: their keys and values."""
+        """Compute only what later rows need of these rows: their keys and values."""
         ...
 
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Seq[Context]) -> Hidden:
@@ -76,7 +76,7 @@ class DraftModel(Protocol):
 
 
 class BlockModel(DraftModel, Protocol):
-    """With `mask`: of what is committed it has keys and values alone, by `store_kv`."""
+    """A draft model with `mask`. It stores only keys and values of committed tokens, by `store_kv`."""
 
     causal: tuple[bool, ...]  # of each layer: a block's rows see only those before them, and not all of them
 
@@ -86,7 +86,7 @@ class BlockModel(DraftModel, Protocol):
 
 
 class ChainedModules(DraftModel, Protocol):
-    """With Features.chained: who calls it knows which row is before which, so that it calls one module after
+    """A draft model with Features.chained. The caller knows the order of rows, and calls one module after
     the other."""
 
     def module(
@@ -97,16 +97,16 @@ class ChainedModules(DraftModel, Protocol):
         ...
 
     def store_last_kv(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: Seq[Context]) -> None:
-        """As `module`, for what later rows need of the last one's: nobody gets its output."""
+        """Compute only what later rows need of the last module: nobody reads its output."""
         ...
 
 
 class DraftSource(Protocol):
-    """Where a drafter's model comes from: what an entry of config.drafters names."""
+    """The source of a drafter's model: an entry of config.drafters names one."""
 
     def in_checkpoint(self, path: str | None) -> bool:
-        """Whether it is the checkpoint's own MTP layer, or one that was published apart in the same layout.
-        `path`: of the draft model."""
+        """True for the checkpoint's own MTP layer, or one that is published apart in the same layout. `path`:
+        the draft model's."""
         ...
 
     def build(self, trunk: Trunk) -> DraftModel:
@@ -128,7 +128,7 @@ class Drafter(Protocol):
 
     @property
     def lag(self) -> int | None:
-        """Of its draft model; None: it has none."""
+        """The draft model's lag; None: there is no draft model."""
         ...
 
     def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> Drafts | None:

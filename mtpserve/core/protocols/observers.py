@@ -18,7 +18,7 @@ class CacheObserver(Protocol):
     def removed(self, keys: Seq[bytes], tier: str) -> None: ...
 
     def cleared(self) -> None:
-        """Of all tiers."""
+        """All tiers are empty."""
         ...
 
     def publish(self) -> None:

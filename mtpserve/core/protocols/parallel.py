@@ -58,7 +58,7 @@ class PlannedRank:
 
 
 def share(numbers: int, size: int) -> int:
-    """Of so many numbers that each rank has; the last ones may have fewer that count."""
+    """Numbers per rank, rounded up: the last ranks may use fewer."""
     return -(-numbers // size)
 
 
@@ -70,7 +70,7 @@ class Peers(Protocol):
     size: int
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """As many numbers of each rank, by rank."""
+        """The same count of numbers from each rank, by rank."""
         ...
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -84,7 +84,7 @@ ComputeExperts = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 class SpreadExperts(Protocol):
-    """Where a model's routed experts are, and the rows' way to them and back. Layers have the numbers of
+    """The places of a model's routed experts, and the rows' way to them and back. Layers have the numbers of
     `ModelArch.layers`."""
 
     def owned(self, layer: int, experts: int) -> Sequence[int]:

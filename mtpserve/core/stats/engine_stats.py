@@ -291,7 +291,7 @@ class EngineStats:
 
     @property
     def page_share(self) -> float:
-        """Of the KV pool's pages, in use."""
+        """Share of the KV pool's pages that is in use, in [0, 1]."""
         return self.pages_used / max(1, self.pages_total)
 
     def accept_length(self, before: EngineStats | None = None) -> float | None:

@@ -54,7 +54,7 @@ class Metric:
 
     @property
     def is_single(self) -> bool:
-        """Whether each series has one value without a label."""
+        """True if each series has one value without a label."""
         return self.kind != "histogram" and self.parts is None
 
 
@@ -129,7 +129,7 @@ def positions(counts: list[int], steps: int) -> list[tuple[str, float]]:
 
 
 def named(*names: str) -> Parts:
-    """These keys and no others: what was not counted yet is zero."""
+    """One series for each of these keys alone; a key without a count is zero."""
 
     def parts(counts: Mapping[str, float], steps: int) -> list[tuple[str, float]]:
         return [(name, counts.get(name, 0)) for name in names]
