@@ -287,8 +287,8 @@ class Engine:
         self._runner.check()
 
     def _events_of(self, outputs: Seq[RequestOutput], step: ScheduledStep | None = None) -> list[TokenEvent]:
-        """Of one step, before another is booked: what has ended must not seem to have ended earlier.
-        `step`: it, if it was computed."""
+        """One step's events, before another step is booked, so that no request seems to end earlier.
+        `step`: None if it was not computed."""
         count_step(self._stats, step, outputs)
         verified = any(output.proposal.tokens for output in outputs)
         outputs = self.watchdog.client_outputs(outputs, verified)

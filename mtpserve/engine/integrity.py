@@ -1,5 +1,5 @@
-"""Whether the scheduler's pages, rows and queues agree: tests call it after every step, the engine when it is
-idle."""
+"""The check that the scheduler's pages, rows and queues agree. Tests call it after every step, the engine
+when it is idle."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def admission(req: RequestState) -> NewRequest:
 
 
 def new_pages(req: RequestState, groups: int) -> list[NewPages]:
-    """Those that no plan has named, of the first `groups` groups."""
+    """Pages of the first `groups` groups that no plan has named yet."""
     assert req.req_idx is not None
     new, req.cache.has_new_blocks = list[NewPages](), False
     for group, held in enumerate(req.cache.blocks[:groups]):

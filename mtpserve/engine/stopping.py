@@ -1,5 +1,5 @@
-"""Where a request's token run ends. Stop strings are not here: they need text, so the text layer finds them
-and aborts."""
+"""The end of a request's tokens. Stop strings are not here: they need text, so the text layer finds them and
+aborts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whether an engine can compute a request: its tokens exist in the vocabulary, and fit into the context."""
+"""The check that an engine can compute a request: the vocabulary has its tokens, and they fit into the
+context."""
 
 from __future__ import annotations
 

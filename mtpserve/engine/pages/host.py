@@ -70,7 +70,7 @@ class HostMemory:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def found(self, group: int, key: Key) -> bool:
-        """In any tier."""
+        """True if any tier has the page."""
         if self._pages.found(group, key) or key in self.groups[group].blocks:
             return True
         return self._disk is not None and (group, key) not in self._bad and self._disk.has(group, key)

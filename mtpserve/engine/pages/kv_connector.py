@@ -86,7 +86,7 @@ class KVConnector(HostMemory):
 
     @property
     def holders(self) -> list[list[BlockList]]:
-        """Of the device's pages, besides requests."""
+        """Lists that hold pages of the device, besides those of requests."""
         return [loading.held for loading in self.loadings]
 
     def take_outgoing(self) -> list[Transfer]:

@@ -34,8 +34,7 @@ class KVReceiver:
         return bool(self._batches)
 
     def waits(self, req: RequestState, keys: Seq[Key]) -> bool:
-        """Whether a request that may start after the columns with these `keys` has some of them still to
-        come."""
+        """True if columns with these `keys` are still to come. The request may start after them."""
         if req.request.source is None:
             return False
         if req.cache.kv_transfers is None and not self._ask(req, keys):

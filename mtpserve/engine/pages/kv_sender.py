@@ -16,7 +16,7 @@ from mtpserve.engine.pages.host import HostMemory
 
 
 class Exporter(NamedTuple):
-    """Where other nodes reach this one, and the engine's id."""
+    """The address at which other nodes reach this one, and the engine's id."""
 
     engine: str
     host: str

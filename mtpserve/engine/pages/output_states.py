@@ -31,7 +31,7 @@ class OutputState:
 
 @dataclass(slots=True)
 class LastStates:
-    """Of one request. `next` becomes the last one when it is written and its column has a key."""
+    """One request's states. `next` becomes `last` when it is written and its column has a key."""
 
     last: OutputState | None = None
     next: OutputState | None = None
@@ -50,7 +50,7 @@ class OutputStates:
 
     @property
     def pages(self) -> list[int]:
-        """Those that are held here."""
+        """Pages of the states that are held here."""
         return [state.page for last_states in self._own.values() for state in last_states.states]
 
     def plan(self, req: RequestState, span: SpanPlan) -> SpanPlan:

@@ -62,9 +62,8 @@ class Prefixes:
         return None if room and self._waits(req, keys, columns) else columns
 
     def _usable(self, req: RequestState) -> Seq[Key]:
-        """Of the columns of a request that it may start after; none where the prompt's log-probabilities are
-        still to come: each of its rows is computed. A state is that after a column, and at least one token is
-        computed after it."""
+        """Keys of the columns that a request may start after. There are none while prompt log-probabilities
+        are to come: they need each row. At least one token is computed after a column's state."""
         if (
             req.sampling.prompt_logprobs is not None
             and req.num_scored_prompt_tokens < req.num_prompt_tokens - 1
@@ -77,8 +76,8 @@ class Prefixes:
         )
 
     def _waits(self, req: RequestState, keys: Seq[Key], columns: int) -> bool:
-        """For pages on their way from below the device. Not for ever: what one request waits for may push out
-        what others waited for."""
+        """True if a request waits for pages of lower tiers. It waits PATIENCE times at most: its pages may
+        evict those of other requests."""
         if self._kv_connector is None or req.cache.num_kv_loads >= PATIENCE:
             return self._kv_connector is not None and self._kv_connector.is_loading(req.cache.kv_load)
         number = self._kv_connector.bring(keys, columns)
@@ -112,8 +111,8 @@ class Prefixes:
         )
 
     def rows(self, req: RequestState, rows: int) -> int:
-        """Of a chunk of a prompt: a span keeps one state, so that it ends before the next one is due where it
-        keeps that of a branch."""
+        """Rows of a prompt's chunk. A span keeps one state: one that keeps a branch's state ends before the
+        next state is due."""
         size, after = (
             self._pages.page_size,
             [column for column in req.cache.checkpoint_blocks if column > req.cache.branch_block],
@@ -221,7 +220,7 @@ class Prefixes:
             exports.refuse(lease)
 
     def _waits_for_transfer(self, req: RequestState, keys: Seq[Key]) -> bool:
-        """Whether pages are still to come from another node."""
+        """True if pages are still to come from another node."""
         return (
             self._kv_connector is not None
             and self._kv_connector.receiver is not None
@@ -268,7 +267,7 @@ class Prefixes:
                 self._announced.update(req.cache.block_hashes[first:end])
 
     def _tell_again(self, req: RequestState, columns: int) -> None:
-        """Of pages that came back from the disk: observers took them for gone."""
+        """Announce pages that came back from the disk: observers took them for gone."""
         if self._observer is not None and self._kv_connector is not None:
             for column in self._pages.needed(columns)[0] if columns else ():
                 if req.cache.block_hashes[column] not in self._announced:
@@ -279,7 +278,7 @@ class Prefixes:
             extend(req.cache.block_hashes, req.cache.hash_root, req.tokens, end, self._pages.page_size)
 
     def _resolve_pending(self, req: RequestState, first: int, end: int) -> None:
-        """These columns of a request are there, or it will not compute them."""
+        """No request waits for these columns: they are there, or this request will not compute them."""
         for key in req.cache.block_hashes[first:end]:
             if self._pending_keys.get(key) == req.id:
                 del self._pending_keys[key]
