@@ -81,8 +81,8 @@ def row_layout(layout: Layout, device: torch.device, depth: int | None = None) -
 
 
 def is_first(plan: SpanPlan, request: RunnerRequest, lag: int | None) -> bool:
-    """Whether it is a request's first span, after pages that another one has computed or, with a lag of 0,
-    after nothing."""
+    """True for a request's first span that follows pages of another request. With a lag of 0 it may follow
+    nothing."""
     new_request = request.new_request
     return plan.start == new_request.num_computed_tokens and (
         plan.start < new_request.num_shared_tokens

@@ -105,7 +105,7 @@ class TokenSizes:
         return kind.numbers * self.stored.itemsize + self.scale(kind.index_dim) + kind.inputs * self.itemsize
 
     def entry(self, kind: Attention) -> int:
-        """Of one that stands for several tokens."""
+        """Bytes of an entry, which stands for several tokens."""
         return (
             0
             if kind.compressed is None
@@ -113,7 +113,7 @@ class TokenSizes:
         )
 
     def scale(self, index_dim: int) -> int:
-        """Of an index key."""
+        """Bytes of an index key's scale."""
         return SCALE_BYTES if index_dim and self.stored == FP8 else 0
 
     def part_of_entry(self, kind: Attention) -> int:
@@ -126,7 +126,7 @@ def columns(tokens: int, page_size: int) -> int:
 
 
 def tokens_in(share: PageShare, tokens: int, requests: int) -> int:
-    """Of `tokens` of so many requests, those that are held in a group."""
+    """Tokens that a group holds, out of `tokens` of so many requests."""
     return tokens if share.most is None else min(tokens, requests * share.most)
 
 
@@ -275,7 +275,7 @@ def divided(
 
 
 def deferred_rows(config: EngineConfig, arch: ModelArch) -> int:
-    """Of each request. Layers with a window defer nothing, nor do chained ones: see
+    """Deferred rows of each request. Layers with a window defer none, nor do chained ones: see
     engine/startup/assemble."""
     every = page_groups(arch.layers) == (None,) and not arch.features.chained
     return draft_sizes(config.spec, config.scheduler.step_tokens).max_deferred_tokens if every else 0
@@ -300,7 +300,7 @@ def kept_states(config: EngineConfig, size: int, running: int, budget: int | Non
 
 
 def entries_of_page(kind: Attention, sizes: TokenSizes, page_size: int) -> int:
-    """In bytes, of one layer."""
+    """Bytes of a page's entries in one layer."""
     return 0 if kind.compressed is None else page_size // kind.compressed.every * sizes.entry(kind)
 
 
@@ -359,8 +359,8 @@ def workspace(config: EngineConfig, arch: ModelArch, itemsize: int, running: int
 
 
 def selection(arch: ModelArch, rows: int, context: int) -> int:
-    """Of layers that attend to selected tokens: the slots of these for each row of a step, and the scores of
-    as many rows as fit."""
+    """Bytes for layers that attend to selected tokens: the slots for each row of a step, and the scores of as
+    many rows as fit."""
     kinds = attention_kinds(arch.layers)
     selectors = [kind.selected for kind in kinds] + [
         kind.compressed.selected for kind in kinds if kind.compressed is not None

@@ -61,7 +61,7 @@ def parts_of(stores: Stores, group: int, boundary: BoundaryRows | None) -> list[
 
 
 def block_bytes(parts: Seq[Tensor]) -> int:
-    """Of one page."""
+    """Bytes of one page."""
     return sum(part.shape[0] * part.shape[2] for part in parts)
 
 
@@ -153,7 +153,7 @@ def _timed(work: Callable[..., bool], *arguments: object) -> tuple[str, float]:
 
 
 def _in_thread(work: Callable[[], Fetched]) -> Future[Fetched]:
-    """In one of its own, which the process's end does not wait for."""
+    """Run `work` in a new thread. The process does not wait for it at its end."""
     future = Future[Fetched]()
 
     def run() -> None:
@@ -236,8 +236,7 @@ class Transfers:
         self._moving: list[tuple[Transfer, Job]] = []
 
     def start(self, transfers: Seq[Transfer]) -> None:
-        """In the order of the device's work: after the steps that were launched, before those that will
-        be."""
+        """Start transfers in the order of the device's work: after launched steps, before later ones."""
         for number, group in enumerate(self.groups):
             group_transfers = [transfer for transfer in transfers if transfer.group == number]
             saves, loads = (
@@ -270,8 +269,8 @@ class Transfers:
         self._moving += [(transfer, PulledPage(whole, index)) for index, transfer in enumerate(pages)]
 
     def ended(self, idle: bool) -> list[Transferred]:
-        """Those that have ended since the last call. `idle`: there is nothing else to do, and one is worth
-        waiting for."""
+        """The transfers that have ended since the last call. `idle`: there is no other work, so it waits for
+        one."""
         until = perf_counter() + PATIENCE_S
         while (
             idle

@@ -121,8 +121,8 @@ def listed(scores: Logprobs, row: int, count: int, top: int) -> list[TokenLogpro
 def prompt_logprobs(
     spans: Seq[SpanPlan], requests: Seq[RunnerRequest], hidden: Hidden, model: Trunk
 ) -> dict[int, Logprobs]:
-    """For spans inside the prompt of requests that want them: of the token after each row, the raw logits'
-    log-probability, as one request.
+    """Log-probabilities of the token after each row, from raw logits, as one request. They are for spans
+    inside the prompts of requests that want them.
 
     The rows of a prompt that was preempted and comes again are scored again; the engine passes on what is
     new. SCORED rows at a time: the float32 logits of a whole chunk, and their copies, are gigabytes.

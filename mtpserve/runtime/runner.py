@@ -338,7 +338,7 @@ class Runner:
 
 
 def checkpoint_numbers(plans: Seq[SpanPlan]) -> list[list[int]]:
-    """Of each span: after how many tokens a state is kept, and which one."""
+    """Two lists with a number for each span: tokens before the checkpoint, and the checkpoint's number."""
     checkpoints = [plan.checkpoint or (0, 0) for plan in plans]
     return [[tokens for tokens, _ in checkpoints], [place for _, place in checkpoints]]
 

@@ -107,7 +107,7 @@ class StepGraphs:
         self.captured: dict[GraphKey, CapturedGraph | None] = {}  # None: cannot be captured
 
     def recapture(self) -> StepGraphs:
-        """For what the step drafts with now, in the same memory."""
+        """New graphs for the step's drafter, in the same memory."""
         return StepGraphs(self.step, self.sampling, self.capturer, self.max_batch_size)
 
     def replay(
@@ -149,11 +149,11 @@ class StepGraphs:
 
     @property
     def has_mixed_steps(self) -> bool:
-        """Whether prompts are computed in the same pass as requests that decode, whose drafts are chains."""
+        """True if one pass computes prompts and requests that decode: their drafts are chains."""
         return not self.step.drafter.sizes.trees
 
     def prompt_key(self, prompts: Prompts, deepest: int, features: SamplingFeatures) -> GraphKey | None:
-        """Of prompts alone. None: there are too many rows, or requests."""
+        """The key for prompts alone. None: too many rows, or requests."""
         if (bucket := prompts.bucket(PROMPTS)) is None:
             return None
         rows, spans = bucket
@@ -173,7 +173,7 @@ class StepGraphs:
         prompts: Prompts,
         deferred: bool,
     ) -> GraphKey | None:
-        """Of prompts beside so many requests that decode. None: there are too many rows, or requests."""
+        """The key for prompts beside `requests` that decode. None: too many rows, or requests."""
         if (bucket := prompts.bucket(MIXED_PROMPTS)) is None:
             return None
         key = self.key(
@@ -199,8 +199,8 @@ class StepGraphs:
     def mixed_keys(
         self, features: SamplingFeatures, depth: int, budget: int, above: int, deferred: bool
     ) -> Iterator[GraphKey]:
-        """Of steps of `budget` rows at most, with prompts beside more than `above` requests that draft so
-        deep; the largest first."""
+        """The keys of steps of `budget` rows at most, the largest first: prompts beside more than `above`
+        requests that draft `depth` deep."""
         for before, size in reversed([*pairwise([0, *self.mixed_tiers])]):
             decoding = (before + 1) * self.key(size, depth, depth, features, False).width
             for rows, spans in reversed(MIXED_PROMPTS) if size > above else ():
@@ -215,7 +215,7 @@ class StepGraphs:
 
     @property
     def used_depths(self) -> list[int]:
-        """Those of graphs in which anything is drafted."""
+        """The depths of graphs that draft."""
         sizes = self.step.drafter.sizes
         return [sizes.depth] if sizes.trees or sizes.always_free else self.depths
 
@@ -342,7 +342,7 @@ class StepGraphs:
         return self.captured[key]
 
     def layout(self, key: GraphKey) -> RowLayout:
-        """Of requests that have equally many rows. Not from the cache, which forgets."""
+        """The layout of requests with equally many rows. The cache would forget it."""
         sizes = self.step.drafter.sizes
         spans = ((1, key.width - 1, True),) * key.requests
         return row_layout.__wrapped__(

@@ -1,5 +1,5 @@
-"""Where a step's time goes, by the marks that runtime/step sets. Only for steps that are launched: a captured
-one is a single launch."""
+"""The time of a step's parts, by the marks that runtime/step sets. A captured step has none: it is a single
+launch."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ MIXED_PROMPTS = ((64, 8), (192, 8), (384, 16), (1024, 32))
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Of a step's prompts: rows of each, and which of them start right after pages of another request."""
+    """A step's prompts: the rows of each, and which ones start right after pages of another request."""
 
     lengths: Seq[int]
     resumed: Seq[int]
@@ -45,9 +45,9 @@ class Prompts:
 
 
 def padded_prompts(prompts: Prompts, rows: int, spans: int, decoding: int) -> list[list[int]]:
-    """Of the prompts of a graph, `spans` each: their rows, whether they are real, and the numbers of those
-    spans that are `resumed`, repeated as often as needed; `decoding` spans come before them. What pads it has
-    a row each; the last one those that are left over."""
+    """Three lists of `spans` numbers for a graph's prompts: rows, 1 for a real one, and the `resumed` spans.
+    The resumed spans repeat to fill the list; `decoding` spans come before all. Spans that pad have a row
+    each, the last one all rows that are left over."""
     lengths, padding = list(prompts.lengths), spans - len(prompts.lengths)
     padded = [*lengths, *[1] * (padding - 1), rows - sum(lengths) - padding + 1]
     resumed = [decoding + span for span in prompts.resumed or [spans - 1]]

@@ -53,7 +53,7 @@ class LogitRules:
 
     @property
     def table_bytes(self) -> int:
-        """Of bias, prompt and counts, when all are there."""
+        """Bytes of bias, prompt and counts, if all are there."""
         return self.number * self.vocab * (4 + 1 + 8)
 
     def bias_table(self) -> Tensor:
