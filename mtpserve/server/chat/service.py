@@ -76,7 +76,7 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that a request may call the model by: the first is its own."""
+        """The model's names that requests may use; the first is its own."""
         return (self.model, *self.engine_config.model.served_model_name[1:])
 
     @property
@@ -131,7 +131,7 @@ class Service:
         return await asyncio.to_thread(spelling_of, self.tokenizer, sampling)
 
     def size(self, text: str, field: str) -> int:
-        """In bytes; raises InvalidRequest for more than any context takes."""
+        """Bytes of a text. Raises InvalidRequest for more than any context takes."""
         check_text(text, field)
         size, limit = len(text.encode()), MAX_BYTES_PER_TOKEN * self.client.card.context_length
         if size > limit:
@@ -139,7 +139,7 @@ class Service:
         return size
 
     def too_long(self, what: str, field: str) -> ContextLengthExceeded:
-        """In words by which coding agents see that they must shorten their conversation."""
+        """The error for a long prompt. Coding agents look for its words, and shorten their conversation."""
         limit = f"this model's maximum context length is {self.client.card.context_length} tokens"
         return ContextLengthExceeded(f"prompt is too long: {what}; {limit}{self.why_less}", field)
 
@@ -221,8 +221,8 @@ class Service:
     # -- generation ------------------------------------------------------------------------------------------
 
     def for_choice(self, sampling: SamplingParams, choice: int) -> SamplingParams:
-        """With a seed, a prompt's choice j > 0 has one of its own, hashed from both: requests with the seeds
-        1, 2, 3 share no choice."""
+        """The parameters of one choice. With a seed, choice j > 0 has a seed hashed from both: requests
+        with the seeds 1, 2, 3 share no choice."""
         if sampling.seed is None or choice == 0:
             return sampling
         digest = blake2b(b"%d %d" % (sampling.seed, choice), digest_size=8).digest()

@@ -37,7 +37,7 @@ class LoopHistogram(Collector):
         self._sums[row] += value * times
 
     def counts(self) -> tuple[int, ...]:
-        """Of each bucket by itself, of all engines together; the last: above all bounds."""
+        """Values in each bucket, of all engines together; the last bucket is above all bounds."""
         return tuple(map(sum, zip(*self._counts, strict=True)))
 
     def collect(self) -> Iterable[Metric]:

@@ -60,7 +60,7 @@ class Sample:
 
 
 def mean_depth(now: EngineStats, before: EngineStats) -> float | None:
-    """Of the steps since `before`."""
+    """Mean depth of the steps since `before`; None: there were none."""
     earlier = before.steps_per_depth + [0] * (len(now.steps_per_depth) - len(before.steps_per_depth))
     steps = [count - then for count, then in zip(now.steps_per_depth, earlier, strict=True)]
     return sum(depth * count for depth, count in enumerate(steps)) / sum(steps) if sum(steps) else None

@@ -119,7 +119,7 @@ class MTPServe(Observer):
         )
 
     def families(self, now: Scrape) -> Iterable[Metric]:
-        """Those of one kind in the order of docs/operating.md: single values, those with labels, engines."""
+        """All metrics in the order of docs/operating.md: single values, values with labels, engines."""
         steps, whole = now.card.speculative_steps, [((), now.stats)]
         yield from self.rows([], [("engine_up", "1 while an engine takes requests.", float(now.alive))])
         yield from self.of_stats(lambda entry: entry.series if entry.is_single else (), whole, steps)

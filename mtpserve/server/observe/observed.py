@@ -136,7 +136,7 @@ class Rates:
 
 
 def cached_share(stats: EngineStats, before: EngineStats) -> float | None:
-    """Of the prompt tokens since `before`; None: there were none."""
+    """Share of the prompt tokens since `before` that the cache had; None: there were none."""
     prompts = stats.prompt_tokens_total - before.prompt_tokens_total
     return (
         (stats.cached_prompt_tokens_total - before.cached_prompt_tokens_total) / prompts if prompts else None
@@ -256,7 +256,7 @@ class Observer(Collector):
         return loop_histogram
 
     def counter(self, name: str, help: str, **values: Sequence[str]) -> Callable[..., Counter]:
-        """Of the values of further labels; those given exist from the start."""
+        """A counter by the values of further labels. Series of `values` exist from the start."""
         metric = Counter(self.prefix + name, help, [*self._labels, *values], registry=self._registry)
 
         def child(*label_values: str) -> Counter:

@@ -22,8 +22,8 @@ SHARES = (0.5, 0.9, 0.99)
 
 
 class Percentile(Rendered):
-    """In seconds. Above the last bound nothing is known but that bound: `seconds` is it, and `high` is
-    null."""
+    """A latency in seconds. Above the last bound only that bound is known: `seconds` is the bound, and
+    `high` is null."""
 
     seconds: float
     low: float  # the true value is not below this,
@@ -31,7 +31,7 @@ class Percentile(Rendered):
 
 
 class Percentiles(Rendered):
-    """Of `count` values; null where there are none."""
+    """Percentiles of `count` values; null if there are none."""
 
     count: int
     p50: Percentile | None
