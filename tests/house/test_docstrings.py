@@ -7,9 +7,9 @@ import re
 
 from tests.house.tree import PACKAGE, name, sources, tree
 
-# The number only ever falls.
+# The number only ever falls. All that are left are in engine/depth.
 FIRST_WORDS = {"Of", "As", "Whether", "Where", "With", "Those", "These", "In", "For"}
-MAX_FRAGMENTS = 98
+MAX_FRAGMENTS = 9
 
 
 def docstrings(node: ast.AST) -> list[str]:
