@@ -44,13 +44,13 @@ class DiskPages:
         if len(fingerprint) != 16:
             raise ValueError(f"a fingerprint has 16 bytes, got {len(fingerprint)}")
         self.root, self.limit, self.fingerprint = Path(directory), limit, fingerprint
-        self.own = self.root / fingerprint.hex()
-        self._folder, self._numbers = os.fspath(self.own), count()
+        self.model_folder = self.root / fingerprint.hex()
+        self._folder, self._numbers = os.fspath(self.model_folder), count()
         self._lock = threading.Lock()
         self._warned = False
         try:
-            self.own.mkdir(parents=True, exist_ok=True)
-            probe = self.own / f"{uuid.uuid4().hex}.tmp"
+            self.model_folder.mkdir(parents=True, exist_ok=True)
+            probe = self.model_folder / f"{uuid.uuid4().hex}.tmp"
             probe.touch()
             probe.unlink()
         except OSError as error:
@@ -135,8 +135,8 @@ class DiskPages:
         """Deletes all pages of this model. What is being read or written meanwhile comes to nothing."""
         aside = self.root / f"{self.fingerprint.hex()}.{uuid.uuid4().hex}.old"
         with contextlib.suppress(OSError):
-            os.rename(self.own, aside)
-        self.own.mkdir(parents=True, exist_ok=True)
+            os.rename(self.model_folder, aside)
+        self.model_folder.mkdir(parents=True, exist_ok=True)
         threading.Thread(target=_delete, args=(aside,), name="clear pages", daemon=True).start()
 
     def _make_room(self, size: int) -> None:

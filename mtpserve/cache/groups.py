@@ -28,7 +28,7 @@ from mtpserve.cache.keys import Key
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.core.state.cache_state import BlockList
 
-Found = Callable[[int, Key], bool]
+Lookup = Callable[[int, Key], bool]
 
 
 STATE_WINDOW = 2  # tokens, of the group of states
@@ -96,7 +96,7 @@ class PageGroups:
         limits = [
             group.allocator.num_pages * self.page_size - lookahead
             for group in self.groups[: self.dense]
-            if group.window is None or group.allocator.num_pages < self._most(group.window, lookahead)
+            if group.window is None or group.allocator.num_pages < self._max_pages(group.window, lookahead)
         ]
         return min(limits, default=1 << 62)
 
@@ -106,7 +106,7 @@ class PageGroups:
     def _evicted(self, group: int, page: int, key: Key) -> None:
         self.on_evict(group, page, key)
 
-    def _most(self, window: int, lookahead: int) -> int:
+    def _max_pages(self, window: int, lookahead: int) -> int:
         """Pages that a request holds at most in the group of a window."""
         return self.columns(window + self._chunk + lookahead) + 1
 
@@ -119,20 +119,22 @@ class PageGroups:
         chunks."""
         whole = self.columns(tokens + lookahead)
         return (
-            whole if window is None else min(whole, self._low(window, start) + self._most(window, lookahead))
+            whole
+            if window is None
+            else min(whole, self._low(window, start) + self._max_pages(window, lookahead))
         )
 
-    def matched(self, keys: Sequence[Key], start: int = 0, lookup: Found | None = None) -> int:
+    def matched(self, keys: Sequence[Key], start: int = 0, lookup: Lookup | None = None) -> int:
         """Columns of the longest prefix that a request can start after, of one with these `keys`. `start`:
         where to start looking, any number. `lookup`: whether a group's page is there, in this pool by
         default."""
-        return self._matched(self.groups, keys, start, self.found if lookup is None else lookup)
+        return self._matched(self.groups, keys, start, self.has_page if lookup is None else lookup)
 
     def matched_without_states(self, keys: Sequence[Key]) -> int:
         """The same, if all states were there."""
-        return self._matched(self.groups[: self.dense], keys, 0, self.found)
+        return self._matched(self.groups[: self.dense], keys, 0, self.has_page)
 
-    def _matched(self, groups: Sequence[PageGroup], keys: Sequence[Key], start: int, there: Found) -> int:
+    def _matched(self, groups: Sequence[PageGroup], keys: Sequence[Key], start: int, there: Lookup) -> int:
         columns = len(keys)
         for number, group in enumerate(groups):
             if group.window is None:
@@ -151,7 +153,7 @@ class PageGroups:
             if columns == longest or len(windowed) < 2:
                 return columns
 
-    def found(self, group: int, key: Key) -> bool:
+    def has_page(self, group: int, key: Key) -> bool:
         return self.groups[group].allocator.find(key) is not None
 
     def needed(self, columns: int) -> list[range]:

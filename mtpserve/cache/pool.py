@@ -68,16 +68,16 @@ class KVPool:
             dtype,
         )
 
-        def made(heads: int, dim: int, part_dtype: torch.dtype | None = stored) -> Tensor:
+        def allocate(heads: int, dim: int, part_dtype: torch.dtype | None = stored) -> Tensor:
             return torch.empty(
                 layers, pages * page_size + beyond, heads, dim, dtype=part_dtype or dtype, device=device
             )
 
-        self.k = made(layout.heads, layout.key_dim)
-        self.v = made(layout.heads, layout.value_dim) if layout.kind == "gqa" else None
-        self.index = made(1, index_dim) if index_dim else None
-        self.scales = made(1, 1, torch.float32) if index_dim and stored == FP8 else None
-        self.inputs = made(1, inputs_dim, dtype) if inputs_dim else None
+        self.k = allocate(layout.heads, layout.key_dim)
+        self.v = allocate(layout.heads, layout.value_dim) if layout.kind == "gqa" else None
+        self.index = allocate(1, index_dim) if index_dim else None
+        self.scales = allocate(1, 1, torch.float32) if index_dim and stored == FP8 else None
+        self.inputs = allocate(1, inputs_dim, dtype) if inputs_dim else None
         self.parts = [
             tensor for tensor in (self.k, self.v, self.index, self.scales, self.inputs) if tensor is not None
         ]

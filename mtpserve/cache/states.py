@@ -24,8 +24,8 @@ from mtpserve.core.arch.model import Recurrent
 
 class States:
     """`layers` of one kind; `seats`: with the one that pads batches; `ring`: rows of a request that may wait;
-    `kept`: states besides those of the seats. Memory is not cleared: `poison` fills it with NaN, so that a
-    test sees it if a state is read that was not written."""
+    `num_checkpoints`: states besides those of the seats. Memory is not cleared. `poison` fills it with NaN:
+    a test then sees a state that is read and was not written."""
 
     def __init__(
         self, layers: Sequence[Recurrent], seats: int, ring: int, num_checkpoints: int, dtype: torch.dtype,
@@ -33,7 +33,7 @@ class States:
         poison: bool = False,
     ) -> None:  # fmt: skip
         (kind,) = set(layers)
-        self.kind, self.seats, self.kept = kind, seats, num_checkpoints
+        self.kind, self.seats = kind, seats
         rows, number = seats + num_checkpoints, len(layers)
         self.state = torch.empty(
             number, rows, kind.value_heads, kind.key_dim, kind.value_dim, device=device, dtype=torch.float32

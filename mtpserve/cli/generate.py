@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtpserve.cli.options import Values, add_options, all_options, given, settings
+from mtpserve.cli.options import Values, add_options, all_options, parsed_values, settings
 from mtpserve.cli.paint import Painter
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
     options = parser().parse(arguments)
     sampling = sampling_of(options)
     prompt = prompt_of(options)
-    values = given(options)
+    values = parsed_values(options)
     settings(values)  # conflicting options fail here, before torch is imported
 
     from mtpserve.llm import LLM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtpserve.cli.options import add_options, given, settings
+from mtpserve.cli.options import add_options, parsed_values, settings
 from mtpserve.cli.parser import Parser
 
 
@@ -17,7 +17,7 @@ def parser() -> Parser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    config = settings(given(parser().parse(arguments)))
+    config = settings(parsed_values(parser().parse(arguments)))
     from mtpserve.server.launch import serve
     from mtpserve.weights.checkpoint.hub import fetched
 

@@ -190,7 +190,7 @@ def add_options(
     )
 
 
-def given(arguments: argparse.Namespace) -> Values:
+def parsed_values(arguments: argparse.Namespace) -> Values:
     """The given values, each checked by itself: the file's, overridden by the command line's."""
     options = {option.name: option for option in all_options()}
     values = read_file(arguments.config) if arguments.config is not None else {}

@@ -106,7 +106,7 @@ class SpecConfig:
             f"MTP+NGRAM"
         )
         check(apart, "speculative_algorithm", algorithm, names)
-        for name in self.asked if self.named and not self.parts else ():
+        for name in self.drafter_options if self.named and not self.parts else ():
             check(False, name, getattr(self, name), "left out with --speculative-algorithm none")
         path = self.speculative_draft_model_path
         check(
@@ -158,7 +158,7 @@ class SpecConfig:
         return self.speculative_algorithm is not None and self.speculative_algorithm.lower() != AUTO
 
     @property
-    def asked(self) -> list[str]:
+    def drafter_options(self) -> list[str]:
         """The options that were given and mean something only where something drafts."""
         # no drafts: nobody needs a drafter for that
         return [name for name in NEED_DRAFTER if getattr(self, name) not in (None, 0)]

@@ -39,7 +39,7 @@ class MedusaArch:
     heads: int  # heads that are used
     layers: int  # residual blocks of a head
     bias: bool
-    own: int  # language-model heads: one for each, one for all, or 0 where they share the model's
+    lm_heads: int  # one for each, one for all, or 0 where they share the model's
     tokens: int  # that they know
     mapped: bool  # these are a part of the vocabulary
 
@@ -60,9 +60,9 @@ class MedusaHeads(nn.Module):
             for _ in range(arch.heads)
         )
         self.heads = nn.ModuleList(
-            Linear(hidden, (arch.tokens,), methods.draft_head or methods.head) for _ in range(arch.own)
+            Linear(hidden, (arch.tokens,), methods.draft_head or methods.head) for _ in range(arch.lm_heads)
         )
-        self.trunk_head = None if arch.own else shared_head(trunk, methods)
+        self.trunk_head = None if arch.lm_heads else shared_head(trunk, methods)
         self.token_map: Tensor | None
         self.register_buffer(
             "token_map", torch.empty(arch.tokens, dtype=torch.int64) if arch.mapped else None
@@ -158,7 +158,7 @@ def rules_of(arch: MedusaArch, names: list[str]) -> list[Rule]:
         numbers = "|".join(map(str, range(count)))
         return rf"(?P<head>{numbers})", rf"(?!(?:{numbers})\.)\d+"
 
-    (used, unused), (lm_head, shared) = some(arch.heads), some(max(arch.own, 1))
+    (used, unused), (lm_head, shared) = some(arch.heads), some(max(arch.lm_heads, 1))
     deeper = Drop("a head that is not used")
     if any(re.match(start + r"\d+\.", name) for name in names):
         rules = [
@@ -169,7 +169,9 @@ def rules_of(arch: MedusaArch, names: list[str]) -> list[Rule]:
             Rule(rf"{start}{unused}\..+", None, deeper),
         ]
         return rules + (
-            [Rule(rf"{start}{lm_head}\.{arch.layers}\.weight", "heads.{head}.weight")] if arch.own else []
+            [Rule(rf"{start}{lm_head}\.{arch.layers}\.weight", "heads.{head}.weight")]
+            if arch.lm_heads
+            else []
         )
     return [
         Rule(

@@ -32,12 +32,12 @@ from dynamo.common.backend.worker import WorkerConfig
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown, WorkerUnavailable
 
 from mtpserve.cli.launch import parser
-from mtpserve.cli.options import Settings, given
+from mtpserve.cli.options import Settings, parsed_values
 from mtpserve.config.kv_events import KVEventsConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, MTPServeError
 from mtpserve.core.request import TokenLogprob
 from mtpserve.engine.process.replicas import Replicas
-from mtpserve.integrations.engines import Engines, chosen
+from mtpserve.integrations.engines import Engines, checked_settings
 from mtpserve.integrations.preprocessed import HEADER, body_of, chunk_of, last_of
 from mtpserve.server.chat.generation import Choice, Generation, requests_of
 from mtpserve.server.chat.service import Service
@@ -84,7 +84,7 @@ def options(argv: Sequence[str]) -> tuple[Settings, Namespace]:
     for name in ("tool-call-parser", "reasoning-parser"):
         group.add_argument(f"--dyn-{name}", help="one of Dynamo's: its frontend reads the text")
     parsed = arg_parser.parse(argv)
-    settings = chosen(given(parsed), DYNAMOS, "Dynamo's")
+    settings = checked_settings(parsed_values(parsed), DYNAMOS, "Dynamo's")
     if settings.engine.parallel.data_parallel_size > 1:
         raise ConfigError(
             "--data-parallel-size must be 1 under Dynamo: start a worker for each engine, and its "

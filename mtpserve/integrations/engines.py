@@ -32,7 +32,7 @@ def values_of(args: Mapping[str, object]) -> Values:
     return from_tree({name: FLAGS.get(str(value), value) for name, value in args.items()})
 
 
-def chosen(values: Values, foreign: Collection[str], whose: str) -> Settings:
+def checked_settings(values: Values, foreign: Collection[str], whose: str) -> Settings:
     """Returns the settings. Raises ConfigError for an option in `foreign`, which the other project sets."""
     for name in foreign:
         if name in values:

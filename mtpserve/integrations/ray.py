@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mtpserve.cli.options import Settings
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.integrations.engines import Engines, chosen, values_of
+from mtpserve.integrations.engines import Engines, checked_settings, values_of
 
 # Ray's proxy listens, and Ray drains.
 RAYS = (
@@ -83,7 +83,7 @@ def app(args: Mapping[str, Any]) -> Application:
         overrides = json.loads(overrides) if isinstance(overrides, str) else overrides
     if not isinstance(overrides, Mapping):
         raise ConfigError(f"deployment must have options of Ray's deployments, as JSON, got {overrides!r}")
-    settings = chosen(values_of(options), RAYS, "Ray's")
+    settings = checked_settings(values_of(options), RAYS, "Ray's")
     gpus = float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0.0
     return serve.deployment(**deployment(settings.engine, overrides, gpus > 0))(ServedReplica).bind(settings)
 

@@ -33,7 +33,7 @@ class Vocabulary:
         """The rank's first token."""
         return self.ranks.rank * self.rows
 
-    def found(self, rows: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+    def lookup(self, rows: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
         """`rows`: from places in the rank's block to rows. ids [T] → [T, hidden] from whoever has them."""
         if self.ranks.size == 1:
             return rows(ids)
@@ -58,7 +58,7 @@ class Embedding(nn.Module):
         self.packed: Packed | None = None  # a tied head multiplies this matrix
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.vocabulary.found(self.own_rows, ids)
+        return self.vocabulary.lookup(self.own_rows, ids)
 
     @property
     def table(self) -> Tensor | None:
@@ -79,7 +79,7 @@ class VocabularyHead(Linear):
         super().__init__(hidden, (self.vocabulary.rows,), method)
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self.vocabulary.found(super().rows, ids)
+        return self.vocabulary.lookup(super().rows, ids)
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return self.vocabulary.side_by_side(super().forward(x, dtype))
@@ -102,7 +102,7 @@ class TiedHead(nn.Module):
         self.method.finish(self.borrowed[0], lookups=True)
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self.vocabulary.found(lambda places: self.method.rows(self.borrowed[0], places), ids)
+        return self.vocabulary.lookup(lambda places: self.method.rows(self.borrowed[0], places), ids)
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return self.vocabulary.side_by_side(self.method.apply(self.borrowed[0], x, dtype))

@@ -67,14 +67,14 @@ def trunk_layers(
     layer. `model`: a pattern."""
     numbers = "|".join(str(i) for i in (range(arch.num_layers) if layers is None else layers))
     start = rf"{model}layers\.(?P<layer>{numbers})\."
-    return [made(start + name, f"layers.{{layer}}.{target}", how) for name, target, how in names]
+    return [rule_of(start + name, f"layers.{{layer}}.{target}", how) for name, target, how in names]
 
 
 def one_layer(prefix: str, target_prefix: str, names: Names) -> list[Rule]:
-    return [made(re.escape(prefix) + name, target_prefix + target, how) for name, target, how in names]
+    return [rule_of(re.escape(prefix) + name, target_prefix + target, how) for name, target, how in names]
 
 
-def made(pattern: str, target: str, how: How) -> Rule:
+def rule_of(pattern: str, target: str, how: How) -> Rule:
     return Rule(pattern, None if isinstance(how, Drop) else target, how)
 
 

@@ -18,7 +18,7 @@ from mtpserve.layers.mixers.attention import GQA
 from mtpserve.layers.mixers.mamba2 import Mamba2
 from mtpserve.layers.mtp_modules import decoder
 from mtpserve.models import deepseek, gqa
-from mtpserve.models.family import Family, Names, feed_forward, made, one_layer, trunk_layers
+from mtpserve.models.family import Family, Names, feed_forward, one_layer, rule_of, trunk_layers
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Expert, Rule, Stack
 
@@ -226,7 +226,9 @@ def trunk_rules(arch: ModelArch) -> list[Rule]:
     rules = [
         Rule(start + r"embeddings\.weight", "embed.weight", Copy()),
         Rule(start + r"norm_f\.weight", "norm.weight", Copy()),
-        made(r"lm_head\.weight", "head.weight", Drop("tied to the embedding") if arch.tied_head else Copy()),
+        rule_of(
+            r"lm_head\.weight", "head.weight", Drop("tied to the embedding") if arch.tied_head else Copy()
+        ),
     ]
     trunk = arch.layers[: arch.num_layers]
     for kind in dict.fromkeys(trunk):

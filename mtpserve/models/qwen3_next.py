@@ -20,7 +20,7 @@ from mtpserve.layers.mixers.attention import GQA
 from mtpserve.layers.mixers.delta_net import GatedDeltaNet
 from mtpserve.layers.mtp_modules import decoder
 from mtpserve.models import gqa, qwen2
-from mtpserve.models.family import Family, Names, dropped, feed_forward, gated, made, one_layer
+from mtpserve.models.family import Family, Names, dropped, feed_forward, gated, one_layer, rule_of
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Expert, Rule, Stack
 
@@ -175,12 +175,12 @@ def trunk_rules(arch: ModelArch) -> list[Rule]:
     rules = [
         Rule(start + r"embed_tokens\.weight", "embed.weight", Copy()),
         Rule(start + r"norm\.weight", "norm.weight", PLUS_ONE),
-        made(r"lm_head\.weight", "head.weight", head),
+        rule_of(r"lm_head\.weight", "head.weight", head),
         dropped("model.visual.", "what sees pictures"),
     ]
     for number, kind in enumerate(arch.layers[: arch.num_layers]):
         rules += [
-            made(rf"{start}layers\.{number}\.{name}", f"layers.{number}.{target}", how)
+            rule_of(rf"{start}layers\.{number}\.{name}", f"layers.{number}.{target}", how)
             for name, target, how in layer_names(arch, kind)
         ]
     return rules

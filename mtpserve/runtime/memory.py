@@ -79,7 +79,9 @@ class PageShare:
 
     window: int | None
     token: int  # bytes of one token in all its layers
-    most: int | None  # tokens that one request holds, with all that rounds up to pages; None: all that it has
+    max_tokens: (
+        int | None
+    )  # tokens that one request holds, with all that rounds up to pages; None: all that it has
 
 
 def page_shares(arch: ModelArch, sizes: TokenSizes, page_size: int, beyond: int) -> list[PageShare]:
@@ -127,7 +129,7 @@ def columns(tokens: int, page_size: int) -> int:
 
 def tokens_in(share: PageShare, tokens: int, requests: int) -> int:
     """Tokens that a group holds, out of `tokens` of so many requests."""
-    return tokens if share.most is None else min(tokens, requests * share.most)
+    return tokens if share.max_tokens is None else min(tokens, requests * share.max_tokens)
 
 
 def largest(shares: list[PageShare], budget: int, requests: int, limit: int) -> int:
@@ -135,11 +137,15 @@ def largest(shares: list[PageShare], budget: int, requests: int, limit: int) -> 
     growing, fixed = list(shares), 0
     while growing:
         tokens = min((budget - fixed) // sum(share.token for share in growing), limit)
-        full = [share for share in growing if share.most is not None and requests * share.most < tokens]
+        full = [
+            share
+            for share in growing
+            if share.max_tokens is not None and requests * share.max_tokens < tokens
+        ]
         if not full:
             return tokens
         # Their groups have all that they can use: what is left is for the others.
-        fixed += sum(share.token * requests * (share.most or 0) for share in full)
+        fixed += sum(share.token * requests * (share.max_tokens or 0) for share in full)
         growing = [share for share in growing if share not in full]
     return limit
 

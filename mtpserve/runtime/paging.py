@@ -67,19 +67,21 @@ def block_bytes(parts: Seq[Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """The pages of one group, and the blocks [blocks, bytes] uint8 of host memory for them. `own`: this
-    rank's part of each block."""
+    """The pages of one group, and the blocks [blocks, bytes] uint8 of host memory for them.
+    `rank_blocks`: this rank's part of each block."""
 
     parts: Seq[Tensor]
     blocks: Tensor
-    own: Tensor
+    rank_blocks: Tensor
 
     def pieces(self, page: int, block: int) -> list[tuple[Tensor, Tensor]]:
         """Views [layers, bytes] of the device's page and of the block, part by part."""
         pairs, start = list[tuple[Tensor, Tensor]](), 0
         for part in self.parts:
             layers, _, size = part.shape
-            pairs.append((part[:, page], self.own[block, start : start + layers * size].view(layers, size)))
+            pairs.append(
+                (part[:, page], self.rank_blocks[block, start : start + layers * size].view(layers, size))
+            )
             start += layers * size
         return pairs
 
@@ -294,7 +296,7 @@ class Transfers:
 
     def _outcome(self, transfer: Transfer, job: Job) -> Transferred:
         group = self.groups[transfer.group]
-        size = (group.own if transfer.of_each_rank else group.blocks).shape[1]
+        size = (group.rank_blocks if transfer.of_each_rank else group.blocks).shape[1]
         try:
             reason, seconds = job.result()
         except Exception:

@@ -35,14 +35,14 @@ class DraftersByShape:
         self, spec: SpecConfig, budget: int, passes: DraftPasses | None, largest: DraftSizes
     ) -> None:
         self.spec, self.budget, self.passes, self.largest = spec, budget, passes, largest
-        self.made: dict[DraftShape, Drafter] = {}
+        self.drafters: dict[DraftShape, Drafter] = {}
 
     def of(self, shape: DraftShape) -> Drafter:
         """Returns the drafter of a shape; without steps it drafts as if no draft model had been loaded.
         Raises ConfigError for more than the engine was built with."""
-        if shape not in self.made:
-            self.made[shape] = self.make(shape) if shape.steps else NullDrafter()
-        return self.made[shape]
+        if shape not in self.drafters:
+            self.drafters[shape] = self.make(shape) if shape.steps else NullDrafter()
+        return self.drafters[shape]
 
     def make(self, shape: DraftShape) -> Drafter:
         spec = replace(

@@ -56,7 +56,7 @@ COMPOSED = ("qwen2",)  # text is put into Unicode's composed form
 def fast_tokenizer(path: Path) -> FastTokenizer:
     """Raises LoadError and UnsupportedModel."""
     try:
-        return _made(path)
+        return _tokenizer(path)
     except MTPServeError:
         raise
     except Exception as error:  # the library raises bare Exception for a vocabulary that it cannot take
@@ -65,7 +65,7 @@ def fast_tokenizer(path: Path) -> FastTokenizer:
         ) from error
 
 
-def _made(path: Path) -> FastTokenizer:
+def _tokenizer(path: Path) -> FastTokenizer:
     header = GGUFHeader.read(path)
     kind = header.get(KEY + "model", str)
     if kind not in ("gpt2", "llama"):

@@ -90,7 +90,7 @@ class LLGuidanceCompiler:
                 "tools",
             )
         results: list[LLMatcher | str] = []
-        self._run(lambda: results.append(self._made(spec)))
+        self._run(lambda: results.append(self._matcher(spec)))
         # Read once: an abandoned thread may still append.
         result = results[0] if results else f"it takes longer than {COMPILE_SECONDS:g} s to compile"
         if isinstance(result, str):
@@ -114,8 +114,8 @@ class LLGuidanceCompiler:
         if thread.is_alive():
             self._abandoned.append(thread)
 
-    def _made(self, spec: GrammarSpec) -> LLMatcher | str:
-        """A matcher, or the reason why there is none."""
+    def _matcher(self, spec: GrammarSpec) -> LLMatcher | str:
+        """The grammar's matcher, or the reason why there is none."""
         try:
             matcher = LLMatcher(self._tokenizer, source(spec), log_level=0, limits=LIMITS)
             # That a grammar fits nothing, begins with itself or exceeds the limits may show only with the

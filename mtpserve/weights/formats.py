@@ -31,7 +31,7 @@ from mtpserve.quant.fp8 import scale_shape
 from mtpserve.quant.mxfp4 import GROUP
 from mtpserve.quant.stored import QuantisedMatrix
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
-from mtpserve.weights.checkpoint.schemes import Told
+from mtpserve.weights.checkpoint.schemes import QuantConfig
 from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
 
 FLOATS = ("F32", "F16", "BF16")
@@ -162,7 +162,7 @@ def unused(name: str, checkpoint: Checkpoint) -> str | None:
 
 
 def format_of(
-    group: Group, tensors: Entries, shape: Shape, quant_config: Told, chunks: int = 0
+    group: Group, tensors: Entries, shape: Shape, quant_config: QuantConfig, chunks: int = 0
 ) -> StoredFormat | None:
     """Returns the format of a matrix that must have this shape; None if it is not quantised. `chunks`: as in
     rules.Arranged. Raises LoadError."""
@@ -233,11 +233,11 @@ def grouped(parts: Parts, columns: int, dim: int = 1) -> int:
     return groups
 
 
-def each(groups: int, columns: int) -> str:
+def granularity(groups: int, columns: int) -> str:
     return "a scale per row" if groups == 1 else f"groups of {-(-columns // groups)}"
 
 
-def float8(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
+def float8(parts: Parts, shape: Shape, quant_config: QuantConfig) -> StoredFormat:
     """Describes a matrix in float8. Experts in one tensor must have blocks. Raises LoadError."""
     weight, scale = parts["plain"], parts["scale"]
     *experts, rows, columns = shape if len(shape) == 3 else two(shape)
@@ -259,7 +259,7 @@ def float8(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
         )
     expect(parts, "zeros", [scale.shape], ("I8",))
     number = grouped(parts, columns)
-    how = "one scale" if math.prod(scale.shape) == 1 else each(number, columns)
+    how = "one scale" if math.prod(scale.shape) == 1 else granularity(number, columns)
     label = f"{'int8' if weight.dtype == 'I8' else 'float8'}, {how}"
     if weight.dtype == "I8":
         return StoredFormat(label, 8, number, read_scaled, "zeros" in parts, INT8)
@@ -289,7 +289,7 @@ def read_scaled(tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
     return published.scaled(tensors["plain"], tensors["scale"], tensors.get("zeros"))
 
 
-def packed(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
+def packed(parts: Parts, shape: Shape, quant_config: QuantConfig) -> StoredFormat:
     """compressed-tensors: words along a row's columns, or bytes of MXFP4."""
     rows, columns = two(shape)
     if parts["packed"].dtype == "U8" and columns % GROUP == 0:
@@ -316,7 +316,7 @@ def read_packed(columns: int, bits: int, tensors: Mapping[str, Tensor]) -> Quant
     )
 
 
-def words(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
+def words(parts: Parts, shape: Shape, quant_config: QuantConfig) -> StoredFormat:
     """GPTQ's run down the inputs, AWQ's along the outputs."""
     rows, columns = two(shape)
     sizes = {("GPTQ", bits): (columns * bits // 32, rows) for bits in (4, 8) if columns * bits % 32 == 0}
@@ -353,11 +353,11 @@ def integers(
     name: str, bits: int, number: int, columns: int, read: Callable[[Mapping[str, Tensor]], QuantisedMatrix],
     parts: Parts, wide: str | None
 ) -> StoredFormat:  # fmt: skip
-    label = f"int{bits} ({name}), {each(number, columns)}"
+    label = f"int{bits} ({name}), {granularity(number, columns)}"
     return StoredFormat(label, bits, number, read, "zeros" in parts, wide if bits == 4 else INT8)
 
 
-def mxfp4(parts: Parts, shape: Shape, quant_config: Told) -> StoredFormat:
+def mxfp4(parts: Parts, shape: Shape, quant_config: QuantConfig) -> StoredFormat:
     *experts, rows, columns = shape
     if columns % GROUP:
         raise Mismatch("blocks", parts["blocks"], f"rows of a multiple of {GROUP} numbers")
@@ -376,7 +376,7 @@ def two(shape: Shape) -> tuple[int, int]:
 
 
 # The role of the numbers → what else must be there, what may be, and the function that describes it.
-FORMATS: dict[str, tuple[set[str], set[str], Callable[[Parts, Shape, Told], StoredFormat]]] = {
+FORMATS: dict[str, tuple[set[str], set[str], Callable[[Parts, Shape, QuantConfig], StoredFormat]]] = {
     "plain": ({"scale"}, {"zeros"}, float8),
     "words": ({"scale"}, {"zeros", "group_of"}, words),
     "packed": ({"scale"}, {"zeros", "group_of", "shape"}, packed),

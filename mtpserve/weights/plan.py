@@ -135,7 +135,11 @@ def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:
     audit = Audit(parameters(module))
     placements: list[Placement] = []
     for source in sources:
-        matcher, quant_config, left_out = Matcher(source.rules), told_of(source.checkpoint), Counter[str]()
+        matcher, quant_config, left_out = (
+            Matcher(source.rules),
+            quant_config_of(source.checkpoint),
+            Counter[str](),
+        )
         for group in formats.groups(source.checkpoint.tensors):
             placement = _place(module, source.checkpoint, matcher, group, audit, quant_config, left_out)
             if placement is not None:
@@ -147,13 +151,13 @@ def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:
     return sorted(placements, key=lambda p: (p.entry.file, p.entry.start))
 
 
-def told_of(checkpoint: Checkpoint) -> schemes.Told:
+def quant_config_of(checkpoint: Checkpoint) -> schemes.QuantConfig:
     """What its config says of formats; the defaults where it has none."""
     there = (checkpoint.directory / "config.json").is_file()
     return (
-        schemes.told(hf.quantization_section(hf.read_config(checkpoint.directory)))
+        schemes.quant_config_of(hf.quantization_section(hf.read_config(checkpoint.directory)))
         if there
-        else schemes.Told()
+        else schemes.QuantConfig()
     )
 
 
@@ -163,7 +167,7 @@ def _place(
     matcher: Matcher,
     group: Group,
     audit: Audit,
-    quant_config: schemes.Told,
+    quant_config: schemes.QuantConfig,
     left_out: Counter[str],
 ) -> Placement | None:
     """Places one group; None for tensors that are dropped. Those that no rule knows are counted in

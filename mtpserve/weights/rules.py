@@ -142,19 +142,21 @@ class Matcher:
     def __init__(self, rules: Iterable[Rule]) -> None:
         self.compiled = [(re.compile(rule.pattern), rule) for rule in rules]
         self.single = [(pattern, rule) for pattern, rule in self.compiled if ONE_EXPERT.search(rule.pattern)]
-        self._known: dict[str, list[tuple[re.Pattern[str], Rule]]] = {}
+        self._candidates: dict[str, list[tuple[re.Pattern[str], Rule]]] = {}
 
     def match(self, name: str) -> tuple[Rule, Groups]:
         # There are tens of thousands of experts' tensors: rules that are for all experts are tried for the
         # first one's alone.
         first = EXPERT.sub("experts.0", name)
-        if first not in self._known:
+        if first not in self._candidates:
             many = (pair for pair in self.compiled if pair not in self.single)
-            self._known[first] = [
+            self._candidates[first] = [
                 *self.single,
                 *((pattern, rule) for pattern, rule in many if pattern.fullmatch(first)),
             ]
-        matches = [(rule, hit) for pattern, rule in self._known[first] if (hit := pattern.fullmatch(name))]
+        matches = [
+            (rule, hit) for pattern, rule in self._candidates[first] if (hit := pattern.fullmatch(name))
+        ]
         if not matches:
             raise LoadError(
                 f"{name}: the model has no parameter for this tensor, none of its "

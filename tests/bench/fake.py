@@ -70,7 +70,7 @@ class FakeClient:
         end = self.clock.now()
         arrivals = (first, Arrival(end, self.tokens - 1))
         return Measured(
-            Sent(planned, ready, at), end, arrivals=arrivals, output_tokens=self.tokens, asked=turn.output, category=category, text="!"
+            Sent(planned, ready, at), end, arrivals=arrivals, output_tokens=self.tokens, max_tokens=turn.output, category=category, text="!"
         )
 
     async def counters(self) -> ServerCounters | None:

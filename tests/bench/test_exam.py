@@ -88,7 +88,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_the_answer_in_a_text(text: str, options: dict[str, Any], found: str | None) -> None:
-    assert Exam("gsm8k", (), 0, **options).found(text) == found
+    assert Exam("gsm8k", (), 0, **options).answer(text) == found
 
 
 def side(name: str, *found: str | None) -> ExamSide:

@@ -21,7 +21,7 @@ ONE = Measured(
     prompt_tokens=10,
     output_tokens=7,
     meant=10,
-    asked=7,
+    max_tokens=7,
 )
 
 
@@ -110,7 +110,7 @@ def test_who_runs_at_once() -> None:
 def test_prompts_against_what_was_meant() -> None:
     prompts = made(ONE, replace(ONE, prompt_tokens=12), replace(ONE, meant=None)).prompts
     assert prompts is not None and (prompts.compared, prompts.differ, prompts.mean_difference, prompts.largest) == (2, 1, 1.0, 2)
-    assert made(ONE, replace(ONE, asked=9)).short == 1
+    assert made(ONE, replace(ONE, max_tokens=9)).short == 1
 
 
 def test_categories() -> None:

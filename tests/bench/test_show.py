@@ -54,7 +54,7 @@ def test_the_report() -> None:
 
 def test_failures_and_what_is_in_doubt() -> None:
     failed = replace(ONE, failure=Failure("HTTP 429", "the queue is full"))
-    late = replace(ONE, sent=Sent(0.0, 0.5, 0.5), counted_by=BY_LENGTH, asked=9)
+    late = replace(ONE, sent=Sent(0.0, 0.5, 0.5), counted_by=BY_LENGTH, max_tokens=9)
     text = shown(run_of(failed, late, replace(late, counted_by=BY_CHUNK), cpu=1.99, server=replace(SERVER, generated=500)), open_loop=True)
     assert "1 requests failed" in text and "the queue is full" in text and "2 answers were shorter" in text
     assert "sent late (p99 500.0 ms" in text and "divided among the chunks by characters" in text

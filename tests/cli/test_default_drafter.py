@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from mtpserve.cli import generate
 from mtpserve.config import ModelConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.integrations.engines import chosen, values_of
+from mtpserve.integrations.engines import checked_settings, values_of
 from mtpserve.llm import LLM
 from mtpserve.tools.bench.spec import bench_spec
 from mtpserve.tools.inspect import inspect_command as inspect
@@ -121,4 +121,4 @@ def test_bench_spec(bare: Path, tmp_path: Path) -> None:
 
 
 def test_integrations_leave_it_to_the_engine() -> None:
-    assert not chosen(values_of({"model": "demo"}), (), "Ray's").engine.spec.named
+    assert not checked_settings(values_of({"model": "demo"}), (), "Ray's").engine.spec.named

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtpserve.cli import launch
-from mtpserve.cli.options import Settings, given, settings
+from mtpserve.cli.options import Settings, parsed_values, settings
 from mtpserve.core.errors import ConfigError
 
 DEPLOY = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text(encoding="utf-8")
@@ -21,7 +21,7 @@ MTP = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'""
 
 
 def parse(line: str) -> Settings:
-    return settings(given(launch.parser().parse(shlex.split(line))))
+    return settings(parsed_values(launch.parser().parse(shlex.split(line))))
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("mtpserve launch")])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mtpserve.cli import launch
-from mtpserve.cli.options import OBJECTS, SECTIONS, Option, Settings, add_options, all_options, given, settings
+from mtpserve.cli.options import OBJECTS, SECTIONS, Option, Settings, add_options, all_options, parsed_values, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.cli.peers import INSTEAD, SHORT
 from mtpserve.config import ModelConfig
@@ -20,7 +20,7 @@ from tests.house.tree import ROOT
 
 
 def parse(*arguments: str) -> Settings:
-    return settings(given(launch.parser().parse(arguments)))
+    return settings(parsed_values(launch.parser().parse(arguments)))
 
 
 def from_yaml(folder: Path, text: str, *arguments: str) -> Settings:
@@ -58,7 +58,7 @@ def test_every_spelling_of_every_option_reaches_its_field(one: object) -> None:
     for spelling in one.spellings:
         for flag in (f"--{spelling}", f"--{spelling.replace('-', '_')}"):
             for arguments in ([flag],) if one.kind is bool else ([flag, value], [f"{flag}={value}"]):
-                values = given(launch.parser().parse(arguments))
+                values = parsed_values(launch.parser().parse(arguments))
                 assert values == {one.name: ("a", "b") if one.many else one.kind(value)}
 
 

@@ -20,8 +20,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from mtpserve.cli import launch
-from mtpserve.cli.options import given, settings
-from mtpserve.integrations.engines import chosen, values_of
+from mtpserve.cli.options import parsed_values, settings
+from mtpserve.integrations.engines import checked_settings, values_of
 from mtpserve.server.app import ROUTES, create_app
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
@@ -136,7 +136,7 @@ def test_what_an_image_starts_is_a_command_of_ours(image: str) -> None:
     parts = chain(image)
     ((entry,), (command,)) = ([rest for part in parts for rest in part.of(name)] for name in ("ENTRYPOINT", "CMD"))
     assert json.loads(entry)[:2] == ["mtpserve", "launch"]
-    chosen = settings(given(launch.parser().parse(json.loads(entry)[2:] + json.loads(command))))
+    chosen = settings(parsed_values(launch.parser().parse(json.loads(entry)[2:] + json.loads(command))))
     assert (chosen.server.host, chosen.server.port) == ("0.0.0.0", 30000)
 
 
@@ -145,7 +145,7 @@ def test_the_comments_commands_are_ours_too() -> None:
     runs = re.findall(r"^#\s+docker run .*? mtpserve(?::cuda)?( --.*)?$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
     assert len(runs) == 3
     for options in runs:
-        settings(given(launch.parser().parse(shlex.split(options))))
+        settings(parsed_values(launch.parser().parse(shlex.split(options))))
 
 
 # -------------------------------------------------------------------------------------------------------- the services
@@ -173,7 +173,7 @@ def test_services_mount_build_and_start_what_exists() -> None:
                 assert build["target"] in stages()
             assert "image" in service or "build" in service or name in compose("compose.yaml")
             if name == "server":
-                assert settings(given(launch.parser().parse(service["command"]))).server.port == 30000
+                assert settings(parsed_values(launch.parser().parse(service["command"]))).server.port == 30000
     assert targets == {"cpu", "cuda"}
     build = compose("compose.yaml")["server"]["build"]
     assert (DOCKER / build["context"]).resolve() == ROOT
@@ -187,7 +187,7 @@ def test_a_router_has_servers_that_exist_and_tell_it_when_they_leave() -> None:
     asked_every = int(re.search(r"--health-check-interval-secs (\d+)", router["command"][-1])[1])  # type: ignore[index]
     assert {name for name, _ in urls} == set(services) == set(router["depends_on"])
     for service in services.values():
-        server = settings(given(launch.parser().parse(service["command"]))).server
+        server = settings(parsed_values(launch.parser().parse(service["command"]))).server
         assert {int(port) for _, port in urls} == {server.port} and server.drain_delay > asked_every
         assert int(service["stop_grace_period"].removesuffix("s")) > server.drain_delay + server.drain_timeout
         assert service["build"]["target"] in stages()
@@ -199,7 +199,7 @@ def test_ray_serves_what_the_options_say() -> None:
     assert f"def {name}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
     args = application["args"]
     assert args.pop("deployment")["autoscaling_config"]["max_replicas"] > 1
-    assert chosen(values_of(args), (), "Ray's").engine.parallel.restarts == 3
+    assert checked_settings(values_of(args), (), "Ray's").engine.parallel.restarts == 3
 
 
 def test_services_are_reached_from_this_machine_alone_and_have_no_privileges() -> None:
@@ -235,7 +235,7 @@ def test_kubernetes_probes_and_drains_what_the_server_has() -> None:
     deployment, service = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
     pod = deployment["spec"]["template"]
     (container,) = pod["spec"]["containers"]
-    config = settings(given(launch.parser().parse(container["args"]))).server
+    config = settings(parsed_values(launch.parser().parse(container["args"]))).server
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": config.port} and pod["metadata"]["annotations"]["prometheus.io/port"] == str(config.port)
     pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from mtpserve.cli.main import ALIASES, module_of
-from mtpserve.cli.options import given, settings
+from mtpserve.cli.options import parsed_values, settings
 from mtpserve.tools.bench.bench import BENCHMARKS
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def parse(arguments: list[str]) -> None:
     module = BENCHMARKS[rest[0]].split(":")[0] if name == "bench" else module_of(name)
     chosen = import_module(module).parser().parse(rest[1:] if name == "bench" else rest)
     if name == "launch":
-        settings(given(chosen))
+        settings(parsed_values(chosen))
 
 
 def inline(page: Path) -> list[str]:

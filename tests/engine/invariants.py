@@ -123,7 +123,7 @@ class WatchedScheduler(Scheduler):
         columns = self.pages.matched(req.cache.block_hashes)
         coming = columns < len(req.cache.block_hashes) and req.cache.block_hashes[columns] in self.prefixes._pending_keys
         if coming or (
-            self.kv_connector is not None and self.pages.matched(req.cache.block_hashes, lookup=self.kv_connector.found) > columns
+            self.kv_connector is not None and self.pages.matched(req.cache.block_hashes, lookup=self.kv_connector.has_page) > columns
         ):
             return True
         if self.kv_connector is not None and self.kv_connector.is_loading(req.cache.kv_load):  # pages that the tier has dropped since

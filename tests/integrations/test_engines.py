@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtpserve.core.errors import ConfigError
-from mtpserve.integrations.engines import chosen, values_of
+from mtpserve.integrations.engines import checked_settings, values_of
 
 
 def test_options_as_texts_and_as_values() -> None:
@@ -13,7 +13,7 @@ def test_options_as_texts_and_as_values() -> None:
         "model": "demo", "speculative-algorithm": "NEXTN", "max_total_tokens": "4096", "tp": 1, "log_requests": "true",
         "speculative_config": {"num_speculative_tokens": 2}, "scheduler": {"max_running_requests": 8},
     }  # fmt: skip
-    found = chosen(values_of(args), ("port",), "Ray's")
+    found = checked_settings(values_of(args), ("port",), "Ray's")
     assert (found.engine.model.model, found.engine.spec.speculative_algorithm, found.engine.spec.speculative_num_steps) == (
         "demo",
         "NEXTN",
@@ -34,5 +34,5 @@ def test_options_as_texts_and_as_values() -> None:
 )
 def test_what_is_refused(args: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        chosen(values_of(args), ("port", "drain_timeout"), "Ray's")
+        checked_settings(values_of(args), ("port", "drain_timeout"), "Ray's")
     assert told in str(refused.value)

@@ -195,12 +195,12 @@ def only_at_the_root(
 
 def skipped(name: str) -> Any:
     def probs(self: BatchSampler, logits: torch.Tensor, req_indices: torch.Tensor) -> torch.Tensor:
-        kept = self.asked
-        self.asked = replace(kept, **{name: 0 if name == "largest_k" else False})
+        kept = self.features
+        self.features = replace(kept, **{name: 0 if name == "largest_k" else False})
         try:
             return PROBS(self, logits, req_indices)
         finally:
-            self.asked = kept
+            self.features = kept
 
     return probs
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 from mtpserve.cli.launch import parser
-from mtpserve.cli.options import given, settings
+from mtpserve.cli.options import parsed_values, settings
 from mtpserve.config import EngineConfig
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, MTPServeError, QueueFull
@@ -175,7 +175,7 @@ def main() -> int:
     from mtpserve.server.launch import serve
 
     try:
-        chosen = settings({"port": 0, "drain_timeout": 10.0, "log_interval": 0.2} | given(parser().parse(sys.argv[1:])))
+        chosen = settings({"port": 0, "drain_timeout": 10.0, "log_interval": 0.2} | parsed_values(parser().parse(sys.argv[1:])))
         return serve(chosen.engine, chosen.server, factory=FACTORY)
     except MTPServeError as error:
         print(f"mtpserve: {error}", file=sys.stderr)

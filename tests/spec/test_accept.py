@@ -194,7 +194,7 @@ def test_greedy_compares_with_the_most_likely(k: int, mixed: bool) -> None:
         sampler = batch.sampler
         assert isinstance(sampler, BatchSampler)
         sampler.seats.temperature[0] = 1.0
-        sampler.asked = replace(sampler.asked, all_greedy=False)
+        sampler.features = replace(sampler.features, all_greedy=False)
     verify_output = accept(logits, batch)
     for row in range(1 if mixed else 0, 300):
         wanted = logits[row].argmax(-1).tolist()
@@ -309,5 +309,5 @@ def test_a_coupled_draft_is_accepted_where_the_target_draws_it() -> None:
     drafts = torch.stack([sampler.choose(p[i].expand(rounds, VOCAB), each, torch.full_like(each, LENGTH + i), DRAW) for i in range(3)], 1)
     batch = batch_of(drafts, VOCAB, 1.0)
     assert isinstance(batch.sampler, BatchSampler)
-    batch.sampler.asked = replace(batch.sampler.asked, all_coupled=True)
+    batch.sampler.features = replace(batch.sampler.features, all_coupled=True)
     assert (accept(p.log().expand(rounds, 4, VOCAB), batch).num_accepted_tokens == 3).all()

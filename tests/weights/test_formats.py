@@ -22,7 +22,7 @@ from mtpserve.quant.published import in_chunks
 from mtpserve.tools.inspect.checkpoint import inspect_model
 from mtpserve.weights import formats
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
-from mtpserve.weights.checkpoint.schemes import Told
+from mtpserve.weights.checkpoint.schemes import QuantConfig
 from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
 from mtpserve.weights.loader import load
 from mtpserve.weights.rules import Arranged, Expert, Rule, Stack
@@ -163,7 +163,7 @@ def test_chunks_as_mimo_v25_and_pro_publish_them(rows: int, chunks: int, scales:
     """Of layers without a window and with one, and of Pro's."""
     shapes = {"qkv_proj.weight": ("F8_E4M3", (rows, 4096)), "qkv_proj.weight_scale_inv": ("F32", (scales, 32))}
     entries = {name: TensorEntry(Path(), dtype, shape, 0, 0) for name, (dtype, shape) in shapes.items()}
-    found = formats.format_of(formats.groups(entries)[0], entries, (rows, 4096), Told(), chunks)
+    found = formats.format_of(formats.groups(entries)[0], entries, (rows, 4096), QuantConfig(), chunks)
     assert found is not None and (found.bits, found.groups) == (8, 32)
 
 

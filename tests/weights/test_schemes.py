@@ -11,7 +11,7 @@ import pytest
 from mtpserve.core.errors import UnsupportedModel
 from mtpserve.weights.checkpoint.hf import quantization, quantization_section, read_config
 from mtpserve.weights.checkpoint.hf_config import HFConfig
-from mtpserve.weights.checkpoint.schemes import Told, told
+from mtpserve.weights.checkpoint.schemes import QuantConfig, quant_config_of
 from tests.weights.published import AWQ, COMPRESSED, GPTQ, LAYOUTS, MODELOPT, scheme
 
 FP8: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -77,11 +77,11 @@ def test_scales_of_a_cache_are_left_out_with_a_message(tmp_path: Path, caplog: p
 @pytest.mark.parametrize(
     ("section", "wanted"),
     [
-        ({}, Told(1, False)),
-        (GPTQ, Told(1, False)),
-        (GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True}, Told(0, True)),
-        ({"quant_method": "gptq", "format": "gptq_v2"}, Told(0, False)),
+        ({}, QuantConfig(1, False)),
+        (GPTQ, QuantConfig(1, False)),
+        (GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True}, QuantConfig(0, True)),
+        ({"quant_method": "gptq", "format": "gptq_v2"}, QuantConfig(0, False)),
     ],
 )
-def test_what_tensors_do_not_show(tmp_path: Path, section: dict[str, Any], wanted: Told) -> None:
-    assert told(quantization_section(config(tmp_path, section))) == wanted
+def test_what_tensors_do_not_show(tmp_path: Path, section: dict[str, Any], wanted: QuantConfig) -> None:
+    assert quant_config_of(quantization_section(config(tmp_path, section))) == wanted

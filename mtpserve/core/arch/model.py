@@ -223,18 +223,18 @@ class SharedKVArch:
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """A gated activation within limits: gate * sigmoid(alpha * gate) * (up + plus), gate at most `most`, up
-    between -limit and limit (gpt-oss's has plus 1, https://arxiv.org/abs/2508.10925 §2; with alpha 1 and plus
-    0 it is silu(gate) * up)."""
+    """A gated activation with limits: gate * sigmoid(alpha * gate) * (up + plus), gate at most `gate_limit`,
+    up between -limit and limit (gpt-oss's has plus 1, https://arxiv.org/abs/2508.10925 §2; with alpha 1 and
+    plus 0 it is silu(gate) * up)."""
 
     alpha: float
-    most: float
+    gate_limit: float
     limit: float
     plus: float
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
-        return self.alpha, self.most, self.limit, self.plus
+        return self.alpha, self.gate_limit, self.limit, self.plus
 
 
 @dataclass(frozen=True, slots=True)

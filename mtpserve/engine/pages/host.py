@@ -69,9 +69,9 @@ class HostMemory:
         self.bytes: dict[str, int] = defaultdict(int)
         self.seconds: dict[str, float] = defaultdict(float)
 
-    def found(self, group: int, key: Key) -> bool:
+    def has_page(self, group: int, key: Key) -> bool:
         """True if any tier has the page."""
-        if self._pages.found(group, key) or key in self.groups[group].blocks:
+        if self._pages.has_page(group, key) or key in self.groups[group].blocks:
             return True
         return self._disk is not None and (group, key) not in self._bad and self._disk.has(group, key)
 
@@ -99,7 +99,7 @@ class HostMemory:
         return block
 
     def _left(self, group: int, key: Key) -> None:
-        if group == 0 and key not in self.groups[0].blocks and not self._pages.found(0, key):
+        if group == 0 and key not in self.groups[0].blocks and not self._pages.has_page(0, key):
             self.on_gone(key)
 
     def release(self, group: int, key: Key, block: int) -> None:

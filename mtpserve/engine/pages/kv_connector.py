@@ -158,7 +158,7 @@ class KVConnector(HostMemory):
         for loading in self.loadings:
             if any(page.key == keys[columns] for page in loading.missing):
                 return loading.number
-        num_columns = self._pages.matched(keys, lookup=self.found)
+        num_columns = self._pages.matched(keys, lookup=self.has_page)
         return self._start(keys[:num_columns]) if num_columns > columns else None
 
     def is_loading(self, number: int) -> bool:
@@ -171,7 +171,7 @@ class KVConnector(HostMemory):
             (group, column)
             for group, columns in enumerate(needed)
             for column in columns
-            if not self._pages.found(group, keys[column])
+            if not self._pages.has_page(group, keys[column])
         ]
         missing = self._blocks(wanted, keys)
         if missing is None:

@@ -87,7 +87,7 @@ def make_tiers(
     blocks = host_blocks(parts, counts) if shared is None else shared.blocks
     moved = [
         GroupBlocks(*group)
-        for group in zip(parts, blocks, blocks if shared is None else shared.own, strict=True)
+        for group in zip(parts, blocks, blocks if shared is None else shared.rank_blocks, strict=True)
     ]
     if options.rank:
         return None, Transfers(moved)

@@ -52,7 +52,7 @@ class KVReceiver:
         assert req.request.source is not None
         needed = self._pages.needed(len(keys)) if keys else []
         places = [(group, keys[column]) for group, columns in enumerate(needed) for column in columns]
-        lacking = [place for place in places if place in self._coming or not self._found(place)]
+        lacking = [place for place in places if place in self._coming or not self._touch(place)]
         missing = [place for place in lacking if place not in self._coming]
         blocks = self._blocks(missing)
         if blocks is None and self._batches:
@@ -70,11 +70,12 @@ class KVReceiver:
             }  # fmt: skip
         return True
 
-    def _found(self, place: Place) -> bool:
+    def _touch(self, place: Place) -> bool:
+        """Mark a page of host memory as recently used. False: no tier has the page."""
         group, key = place
         if key in self._host.groups[group].blocks:
             self._host.groups[group].blocks.move_to_end(key)  # room is made at others' expense
-        return self._host.found(group, key)
+        return self._host.has_page(group, key)
 
     def _blocks(self, places: Seq[Place]) -> list[int] | None:
         """One for each, pinned. None: there are too few."""

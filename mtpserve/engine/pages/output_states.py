@@ -46,12 +46,12 @@ class OutputStates:
 
     def __init__(self, pages: PageGroups) -> None:
         self._pages = pages
-        self._own: dict[str, LastStates] = {}  # by request
+        self._last_states: dict[str, LastStates] = {}  # by request
 
     @property
     def pages(self) -> list[int]:
         """Pages of the states that are held here."""
-        return [state.page for last_states in self._own.values() for state in last_states.states]
+        return [state.page for last_states in self._last_states.values() for state in last_states.states]
 
     def plan(self, req: RequestState, span: SpanPlan) -> SpanPlan:
         """A span that decodes, with the state that its step keeps if it comes to it."""
@@ -68,7 +68,7 @@ class OutputStates:
 
     def _place(self, req: RequestState, column: int) -> OutputState | None:
         """None: there is no room, or another one has to be written first."""
-        last_states = self._own.setdefault(req.id, LastStates())
+        last_states = self._last_states.setdefault(req.id, LastStates())
         if last_states.next is None:
             if (
                 2 * len(self.pages) + 2 <= self._pages.states
@@ -84,7 +84,7 @@ class OutputStates:
     def commit(self, req: RequestState, since: int, span: SpanPlan) -> None:
         """A step has taken a request's state from `since` tokens to `req.cache.num_state_tokens`; it had to
         keep this one."""
-        last_states = self._own.get(req.id)
+        last_states = self._last_states.get(req.id)
         if last_states is None or last_states.next is None:
             return
         tokens = (last_states.next.column + 1) * self._pages.page_size
@@ -101,7 +101,7 @@ class OutputStates:
     def leave(self, req: RequestState, trusted: bool) -> list[BlockList]:
         """A request gives its pages back → the state that others find from now on, by group of pages; empty:
         none. Not `trusted`: its numbers may be wrong."""
-        last_states = self._own.pop(req.id, LastStates())
+        last_states = self._last_states.pop(req.id, LastStates())
         self._free(last_states.next)
         if last_states.last is None or not trusted or last_states.last.column >= req.cache.num_hashed_blocks:
             self._free(last_states.last)

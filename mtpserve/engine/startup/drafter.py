@@ -48,29 +48,29 @@ def planned(config: EngineConfig, must_fit: bool = True) -> Plan:
     layer either. Raises LoadError and ConfigError."""
     spec = config.spec
     if spec.named:
-        return told(plan(config), "as --speculative-algorithm says")
+        return with_reason(plan(config), "as --speculative-algorithm says")
     if spec.checkpoint is not None:
         return with_draft_model(config, spec.checkpoint)
     try:
         engine_plan = plan(drafting_with(config, OWN))
-        if not spec.asked:
+        if not spec.drafter_options:
             require_usable(engine_plan, must_fit)
     except NoMTPLayer as error:
-        if spec.asked:
-            name = spec.asked[0]
+        if spec.drafter_options:
+            name = spec.drafter_options[0]
             raise ConfigError(
                 f"--{name.replace('_', '-')} {getattr(spec, name)} needs something that drafts, and "
                 f"{error.reason}; "
                 "--speculative-algorithm NGRAM needs no model"
             ) from error
-        return told(plan(drafting_with(config, NONE)), error.reason)
+        return with_reason(plan(drafting_with(config, NONE)), error.reason)
     except (LoadError, ConfigError) as error:
-        if spec.asked:
+        if spec.drafter_options:
             raise
         if isinstance(error, NoRoom) and together(config):
             raise NoRoom(f"{error}; --speculative-algorithm none leaves the MTP layer out") from error
         return without(config, error, must_fit)
-    return told(
+    return with_reason(
         engine_plan,
         "the checkpoint's own MTP layer, with which it drafts unless --speculative-algorithm says otherwise",
     )
@@ -84,7 +84,9 @@ def with_draft_model(config: EngineConfig, directory: str) -> Plan:
             f"of draft model this is: "
             "name it with --speculative-algorithm"
         )
-    return told(plan(drafting_with(config, algorithm)), f"{directory} is {HEADS.get(algorithm, WHOLE)}")
+    return with_reason(
+        plan(drafting_with(config, algorithm)), f"{directory} is {HEADS.get(algorithm, WHOLE)}"
+    )
 
 
 def without(config: EngineConfig, error: LoadError | ConfigError, must_fit: bool) -> Plan:
@@ -92,11 +94,13 @@ def without(config: EngineConfig, error: LoadError | ConfigError, must_fit: bool
     engine_plan = plan(drafting_with(config, NONE))
     if must_fit:
         require_memory(engine_plan.memory, engine_plan.config, engine_plan.device)
-    return replace(told(engine_plan, f"there is an MTP layer, but it cannot be used: {error}"), left_out=True)
+    return replace(
+        with_reason(engine_plan, f"there is an MTP layer, but it cannot be used: {error}"), left_out=True
+    )
 
 
-def told(engine_plan: Plan, why: str) -> Plan:
-    """`engine_plan` with what drafts, and why."""
+def with_reason(engine_plan: Plan, why: str) -> Plan:
+    """The plan with a line that names the drafter and the reason for it."""
     spec = engine_plan.config.spec
     what = f"{'+'.join(spec.parts)}, {spec.steps} deep" if spec.parts else "none, plain decoding"
     return replace(engine_plan, drafting=f"{what}: {why}")

@@ -45,13 +45,16 @@ class EntryMaker(nn.Module):
         """left [n, span, 2 * entries * dim], there [n, span], rotation of the entries → [n, 1, dim]"""
         values, gates = left.chunk(2, -1)
         gates = gates + self.bias.repeat(left.shape[1] // self.every, 1)
-        values, gates = self.own(values), self.own(gates).masked_fill(~there.unsqueeze(-1), -torch.inf)
+        values, gates = (
+            self.entry_parts(values),
+            self.entry_parts(gates).masked_fill(~there.unsqueeze(-1), -torch.inf),
+        )
         # by float64: see layers.streams.sigmoid
         shares = gates.softmax(1, dtype=torch.float64).to(values.dtype)
         entry = (values * shares).sum(1)
         return rotation.rotate_last(self.norm(entry).unsqueeze(1))
 
-    def own(self, numbers: Tensor) -> Tensor:
+    def entry_parts(self, numbers: Tensor) -> Tensor:
         """[n, span, entries * dim] → [n, span, dim]: of the tokens before the entry's own the first part, of
         these the last one."""
         return torch.cat([numbers[:, : -self.every, : self.dim], numbers[:, -self.every :, -self.dim :]], 1)

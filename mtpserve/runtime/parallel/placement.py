@@ -24,12 +24,16 @@ class ExpertPlacement:
 
     engine: int
     engines: int
-    chosen: Owners = field(default_factory=dict)
+    layer_owners: Owners = field(default_factory=dict)
     rank: int = 0
     ranks: int = 1  # ranks of each engine
 
     def owners(self, layer: int, experts: int) -> Sequence[int]:
-        return self.chosen[layer] if layer in self.chosen else in_order(experts, self.engines * self.ranks)
+        return (
+            self.layer_owners[layer]
+            if layer in self.layer_owners
+            else in_order(experts, self.engines * self.ranks)
+        )
 
     def owned(self, layer: int, experts: int) -> list[int]:
         me = self.engine * self.ranks + self.rank

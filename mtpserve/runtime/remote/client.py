@@ -20,8 +20,8 @@ from mtpserve.runtime.remote.shared_memory import Mapped
 from mtpserve.runtime.remote.wire import (
     Done,
     Give,
-    Given,
     Hello,
+    PageEntry,
     WantPages,
     differing,
     receive,
@@ -99,7 +99,7 @@ class PageClient:
         give = receive(connection, Give)
         pull.answered = perf_counter()
         connection.settimeout(QUIET_S)
-        pull.all_are("absent" if give.known else "timeout" if source.waits else "ended")
+        pull.all_are("absent" if give.has_lease else "timeout" if source.waits else "ended")
         while True:
             if any(not 0 <= page.index < len(pull.wanted) for page in give.pages):
                 raise ValueError("it gives pages that were not asked for")
@@ -111,7 +111,7 @@ class PageClient:
             give = receive(connection, Give)
         send(connection, Done(pull.taken, pull.bytes, perf_counter() - pull.answered))
 
-    def _taking(self, hello: Hello, pull: Pull) -> Callable[[Seq[Given]], None] | None:
+    def _taking(self, hello: Hello, pull: Pull) -> Callable[[Seq[PageEntry]], None] | None:
         """Returns the function that takes pages from the other node's memory; None: there is none."""
         if self._nixl is not None and hello.nixl:
             return partial(pull.read, self._nixl, hello)
@@ -138,18 +138,18 @@ class Pull:
     def all_are(self, why: str) -> None:
         self.missing = [why] * len(self.wanted)
 
-    def receive(self, connection: socket.socket, pages: Seq[Given]) -> None:
+    def receive(self, connection: socket.socket, pages: Seq[PageEntry]) -> None:
         for page in pages:
             receive_into(connection, self.wanted[page.index].target.data)
             self._check(page)
 
-    def copy(self, memory: np.ndarray, pages: Seq[Given]) -> None:
+    def copy(self, memory: np.ndarray, pages: Seq[PageEntry]) -> None:
         for page in pages:
             target = self.wanted[page.index].target
             np.copyto(target, memory[page.start : page.start + len(target)])
             self._check(page)
 
-    def read(self, nixl: Nixl, other: Hello, pages: Seq[Given]) -> None:
+    def read(self, nixl: Nixl, other: Hello, pages: Seq[PageEntry]) -> None:
         targets = [(page.start, self.wanted[page.index].target) for page in pages]
         places = [(other.base + start, target.ctypes.data, len(target)) for start, target in targets]
         if not nixl.read(other.nixl, places, QUIET_S):
@@ -157,7 +157,7 @@ class Pull:
         for page in pages:
             self._check(page)
 
-    def _check(self, page: Given) -> None:
+    def _check(self, page: PageEntry) -> None:
         target = self.wanted[page.index].target
         self.missing[page.index] = "" if zlib.crc32(target.data) == page.checksum else "damaged"
         self.taken, self.bytes = self.taken + 1, self.bytes + len(target)

@@ -53,7 +53,7 @@ class Nixl:
         with self._lock:
             there = self._agent.get_xfer_descs([(start, size, 0) for start, _, size in places], "DRAM")
             here = self._agent.get_xfer_descs([(start, size, 0) for _, start, size in places], "DRAM")
-            handle = self._agent.initialize_xfer("READ", here, there, self._known(peer))
+            handle = self._agent.initialize_xfer("READ", here, there, self._agent_name(peer))
             state = self._agent.transfer(handle)
         while state == "PROC" and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -63,7 +63,7 @@ class Nixl:
             self._agent.release_xfer_handle(handle)
         return bool(state == "DONE")
 
-    def _known(self, peer: bytes) -> str:
+    def _agent_name(self, peer: bytes) -> str:
         if peer not in self._peers:
             self._peers[peer] = self._agent.add_remote_agent(peer)
             if len(self._peers) > KEPT:

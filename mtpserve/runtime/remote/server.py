@@ -15,7 +15,7 @@ from mtpserve.cache.leases import Leases, Place
 from mtpserve.core.errors import ConfigError
 from mtpserve.runtime.remote.nixl import Nixl
 from mtpserve.runtime.remote.shared_memory import SharedBlocks
-from mtpserve.runtime.remote.wire import Done, Give, Given, Hello, WantPages, differing, receive, send
+from mtpserve.runtime.remote.wire import Done, Give, Hello, PageEntry, WantPages, differing, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Readers:
         there = [(index, place) for index, place in enumerate(want.pages) if place in pages]
         for start in range(0, max(len(there), 1), TOGETHER):
             some = there[start : start + TOGETHER]
-            batch = [self._given(index, place, pages[place]) for index, place in some]
+            batch = [self._entry(index, place, pages[place]) for index, place in some]
             # What was not theirs any more while the checksums were taken has the wrong ones.
             good = self._leases.holds(want.lease, (place for _, place in some))
             send(connection, Give(good, batch if good else [], more=good and start + TOGETHER < len(there)))
@@ -129,9 +129,9 @@ class Readers:
                 for _, place in some:
                     connection.sendall(self._bytes(place[0], pages[place]))
 
-    def _given(self, index: int, place: Place, block: int) -> Given:
+    def _entry(self, index: int, place: Place, block: int) -> PageEntry:
         group = place[0]
-        return Given(index, self._blocks.place(group, block)[0], zlib.crc32(self._bytes(group, block)))
+        return PageEntry(index, self._blocks.place(group, block)[0], zlib.crc32(self._bytes(group, block)))
 
     def _bytes(self, group: int, block: int) -> memoryview:
         view: memoryview = self._views[group][block].numpy().data

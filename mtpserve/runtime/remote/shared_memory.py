@@ -82,7 +82,7 @@ class SharedBlocks:
             for start, count, size in zip(self._starts, counts, self._sizes, strict=False)
         ]
         # this rank's part of the blocks
-        self.own = [
+        self.rank_blocks = [
             blocks.unflatten(1, (ranks, size))[:, rank]
             for blocks, size in zip(self.blocks, parts, strict=True)
         ]
@@ -97,20 +97,20 @@ class Mapped:
     """Other processes' memory, opened once for each."""
 
     def __init__(self) -> None:
-        self._lock, self._known = Lock(), OrderedDict[bytes, np.ndarray]()
+        self._lock, self._memories = Lock(), OrderedDict[bytes, np.ndarray]()
 
     def open(self, address: Address) -> np.ndarray | None:
         """Opens the memory; None: it is another machine's, or another user's."""
         with self._lock:
-            if address.nonce not in self._known:
+            if address.nonce not in self._memories:
                 opened = _opened(address)
                 if opened is None:
                     return None
-                self._known[address.nonce] = opened
-                if len(self._known) > KEPT:
-                    self._known.popitem(last=False)
-            self._known.move_to_end(address.nonce)
-            return self._known[address.nonce]
+                self._memories[address.nonce] = opened
+                if len(self._memories) > KEPT:
+                    self._memories.popitem(last=False)
+            self._memories.move_to_end(address.nonce)
+            return self._memories[address.nonce]
 
 
 def _opened(address: Address) -> np.ndarray | None:

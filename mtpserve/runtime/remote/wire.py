@@ -45,18 +45,18 @@ class WantPages(msgspec.Struct, frozen=True, array_like=True):
     copies: bool  # the reader takes them from memory itself
 
 
-class Given(msgspec.Struct, frozen=True, array_like=True):
+class PageEntry(msgspec.Struct, frozen=True, array_like=True):
     index: int  # the wanted page's number
     start: int  # where its bytes begin in memory
     checksum: int
 
 
 class Give(msgspec.Struct, frozen=True, array_like=True):
-    """Some of the wanted pages that are there; `more` says that others follow. `known`: the lease is
-    known."""
+    """Some of the wanted pages that are there; `more` says that others follow. `has_lease`: the sender has
+    the lease."""
 
-    known: bool
-    pages: list[Given]
+    has_lease: bool
+    pages: list[PageEntry]
     more: bool = False
 
 

@@ -117,19 +117,19 @@ class BatchSampler:
     def __init__(
         self, seats: SamplingState, features: SamplingFeatures, rules: BatchRules | None = None
     ) -> None:
-        self.seats, self.asked, self.rules = seats, features, rules
+        self.seats, self.features, self.rules = seats, features, rules
 
     @property
     def all_greedy(self) -> bool:
-        return self.asked.all_greedy
+        return self.features.all_greedy
 
     @property
     def all_coupled(self) -> bool:
-        return self.asked.all_coupled
+        return self.features.all_coupled
 
     @property
     def top_logprobs(self) -> int | None:
-        return self.asked.top_logprobs
+        return self.features.top_logprobs
 
     @property
     def has_rules(self) -> bool:
@@ -137,7 +137,10 @@ class BatchSampler:
 
     @property
     def parameters(self) -> SamplingTensors:
-        seats, cuts = self.seats, (self.asked.largest_k > 0, self.asked.any_top_p, self.asked.any_min_p)
+        seats, cuts = (
+            self.seats,
+            (self.features.largest_k > 0, self.features.any_top_p, self.features.any_min_p),
+        )
         return SamplingTensors(
             seats.temperature, seats.top_k, seats.top_p, seats.min_p, seats.seed, seats.coupled, *cuts
         )
@@ -158,10 +161,10 @@ class BatchSampler:
     def coupled(self, req_indices: Tensor) -> Tensor | None:
         if self.all_coupled:
             return torch.ones_like(req_indices, dtype=torch.bool)
-        return self.seats.coupled[req_indices] if self.asked.any_coupled else None
+        return self.seats.coupled[req_indices] if self.features.any_coupled else None
 
     def probs(self, logits: Tensor, req_indices: Tensor) -> Tensor:
-        seats, features = self.seats, self.asked
+        seats, features = self.seats, self.features
         temperature = seats.temperature[req_indices].unsqueeze(1)
         greedy = temperature == 0
         # Divided after the maximum is taken off: a small temperature must not overflow.

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from mtpserve.cli.options import add_options, given, merge, settings
+from mtpserve.cli.options import add_options, merge, parsed_values, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS, EngineConfig
 from mtpserve.core.arch.model import ModelArch
@@ -76,7 +76,7 @@ def run(arguments: Sequence[str]) -> int:
     draft = None
     if options.token_map is None and hasattr(options, "model"):
         draft, options.checkpoint = options.checkpoint, None
-    values = given(options)
+    values = parsed_values(options)
     if draft is not None:
         merge(values, {"speculative_draft_model_path": draft})
     with TemporaryDirectory(prefix="mtpserve-") as headers:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtpserve.cli.options import Values, add_options, all_options, dashed, given, settings
+from mtpserve.cli.options import Values, add_options, all_options, dashed, parsed_values, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS
 from mtpserve.core.errors import ConfigError
@@ -72,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
     for name in ("tokens", "draws"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    values = given(options)
+    values = parsed_values(options)
     if "record_steps" in values:
         raise ConfigError("--record-steps is for launch and generate: a proof runs several engines")
     settings(values)  # what the options rule out is said before anything loads

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtpserve.cli.options import Values, add_options, given, settings
+from mtpserve.cli.options import Values, add_options, parsed_values, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS, EngineConfig
 from mtpserve.config.options import check
@@ -131,7 +131,7 @@ def run(arguments: Sequence[str]) -> int:
         check((value := getattr(options, name)) is None or 0 < value < math.inf, name, value, "above 0")
     for name in ("think_time", "step_overhead_ms"):
         check((value := getattr(options, name)) is None or 0 <= value < math.inf, name, value, "at least 0")
-    values = given(options)
+    values = parsed_values(options)
     config = decided(values, settings(values).engine)
     config = replace(
         config, scheduler=config.scheduler.on("cpu" if options.device_profile == "cpu" else "cuda")

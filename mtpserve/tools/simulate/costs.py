@@ -97,7 +97,7 @@ class ModelShape:
             int(sum(kind.numbers for kind in attention_kinds(arch.layers)) * kv_size),
             sum(2 * (_wide(arch, kind) if kind.selected is None else _scored(arch, kind)) for kind in kinds),
             int((head + (stored - head) // layers) * weight_size),
-            kv_parameters := 2 * size * size + _kept(arch, kinds[-1]),
+            kv_parameters := 2 * size * size + _kv_projections(arch, kinds[-1]),
             int(kv_parameters * weight_size),
             arch.max_positions,
         )
@@ -114,7 +114,7 @@ def _scored(arch: ModelArch, kind: Attention) -> int:
     return 0 if arch.indexer is None else arch.indexer.heads * kind.index_dim
 
 
-def _kept(arch: ModelArch, kind: Attention) -> int:
+def _kv_projections(arch: ModelArch, kind: Attention) -> int:
     """Parameters of one layer's projections to what its cache holds."""
     if arch.mla is not None:
         return arch.hidden * (arch.mla.kv_rank + arch.mla.rope)

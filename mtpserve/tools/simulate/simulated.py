@@ -39,9 +39,9 @@ def named(spec: SpecConfig, has_mtp: bool) -> SpecConfig:
     if options need a drafter and there is none."""
     if spec.named:
         return spec
-    if not has_mtp and spec.asked:
+    if not has_mtp and spec.drafter_options:
         raise ConfigError(
-            f"--{spec.asked[0].replace('_', '-')} needs something that drafts: "
+            f"--{spec.drafter_options[0].replace('_', '-')} needs something that drafts: "
             f"--speculative-algorithm names it"
         )
     return spec.drafting_with("MTP" if has_mtp else NONE)

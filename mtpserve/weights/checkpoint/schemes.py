@@ -33,17 +33,17 @@ FORMATS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class QuantConfig:
     # GPTQ: how much less than the zeros its second number format stores: 1 in the first version, 0 in the
     # second
     below: int = 1
     act_order: bool = False  # GPTQ: columns may belong to groups out of order
 
 
-def told(section: HFConfig) -> Told:
+def quant_config_of(section: HFConfig) -> QuantConfig:
     """`section` may be empty: a checkpoint without a config."""
     version = section.raw("checkpoint_format") or section.raw("format")
-    return Told(0 if version == "gptq_v2" else 1, section.raw("desc_act") is True)
+    return QuantConfig(0 if version == "gptq_v2" else 1, section.raw("desc_act") is True)
 
 
 def check(section: HFConfig) -> None:

@@ -29,7 +29,7 @@ class Object:
     def __init__(
         self, scan: Scanner, *, stop: str = "", names: frozenset[str] | None = None, id: str | None = None
     ) -> None:
-        self._scan, self._stop, self._known, self._id = scan, stop, names, id
+        self._scan, self._stop, self._tool_names, self._id = scan, stop, names, id
         self._name: str | None = None
         self._held: list[str] | None = None  # arguments that came before the name
         self._begun = False
@@ -59,7 +59,7 @@ class Object:
         if (yield from scan.peek()) != '"':
             return False
         key = yield from scan.json_string()
-        if key is None or (self._known is not None and self._name is None and key not in HEAD):
+        if key is None or (self._tool_names is not None and self._name is None and key not in HEAD):
             return False
         if not (yield from scan.follows(":")):
             return False
@@ -67,7 +67,7 @@ class Object:
         first = yield from scan.peek()
         if key == "name" and self._name is None:
             self._name = (yield from scan.json_string()) if first == '"' else None
-            return bool(self._name) and (self._known is None or self._name in self._known)
+            return bool(self._name) and (self._tool_names is None or self._name in self._tool_names)
         if key == "function" and self._name is None and first == "{":  # OpenAI's layout of a call
             return (yield from self._members())
         if key in ARGUMENTS and not self._begun and self._held is None and first != "n":  # null: no arguments
@@ -136,13 +136,13 @@ class Llama3(CallFormat):
     example = EXAMPLE.replace("arguments", "parameters", 1)
 
     def __init__(self, tools: Sequence[Tool]) -> None:
-        self._known = frozenset(tool.name for tool in tools)
+        self._tool_names = frozenset(tool.name for tool in tools)
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         if marker == self.TAG:
             scan.take(len(marker))
         listed = bool((yield from scan.follows("[")))
-        while (yield from Object(scan, names=self._known).read()):
+        while (yield from Object(scan, names=self._tool_names).read()):
             scan.end()
             separator = yield from scan.follows(";", ",", *(["]"] if listed else []))
             if separator == "]":

@@ -35,7 +35,7 @@ class Pythonic(CallFormat):
     layouts: tuple[str, ...] = ('[tool_call_name(key="value")]',)
 
     def __init__(self, tools: Sequence[Tool]) -> None:
-        self._known = frozenset(tool.name for tool in tools)
+        self._tool_names = frozenset(tool.name for tool in tools)
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         if marker == self.START:
@@ -63,7 +63,7 @@ class Pythonic(CallFormat):
         return closed
 
     def is_name(self, name: str) -> bool:
-        return name in self._known
+        return name in self._tool_names
 
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         return calls_in(tools, several, text("["), text("]"))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mtpserve.cli.options import Values, add_options, given, settings
+from mtpserve.cli.options import Values, add_options, parsed_values, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS
 from mtpserve.config.options import check
@@ -105,7 +105,7 @@ def run(arguments: Sequence[str]) -> int:
         check((value := getattr(args, name)) is None or value >= 1, name, value, "at least 1")
     for name in ("shots", "tolerance"):
         check((value := getattr(args, name)) is None or value >= 0, name, value, "at least 0")
-    values = given(args)
+    values = parsed_values(args)
     if args.base_url is None and "model" not in values:
         raise ConfigError("give --base-url, a server, or --model, which runs in this process")
     exam = exam_of(args)

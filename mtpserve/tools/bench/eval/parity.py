@@ -83,7 +83,7 @@ def answers(name: str, asker: Asker, exam: Exam) -> ExamSide:
     if not exam.questions[0].options:
         texts = asker.texts(exam.questions, exam)
         exam_answers = [
-            ExamAnswer(q.name, exam.found(text), q.expected, text)
+            ExamAnswer(q.name, exam.answer(text), q.expected, text)
             for q, text in zip(exam.questions, texts, strict=True)
         ]
     else:

@@ -54,7 +54,7 @@ class Exam:
     max_tokens: int = 256
     stop: tuple[str, ...] = STOP
 
-    def found(self, text: str) -> str | None:
+    def answer(self, text: str) -> str | None:
         """The answer in a text that was generated, as it is compared; None if there is none."""
         matches = list(re.finditer(self.pattern, text))
         if not matches:
@@ -72,13 +72,13 @@ class MultipleChoice:
     subject: str
 
     @property
-    def asked(self) -> str:
+    def prompt(self) -> str:
         lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, self.choices, strict=False)]
         return "\n".join([self.question.strip(), *lines, "Answer:"])
 
     @property
     def answered(self) -> str:
-        return f"{self.asked} {LETTERS[self.answer]}"
+        return f"{self.prompt} {LETTERS[self.answer]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,12 @@ class Problem:
     answer: str
 
     @property
-    def asked(self) -> str:
+    def prompt(self) -> str:
         return f"Question: {self.question}\nAnswer:"
 
     @property
     def answered(self) -> str:
-        return f"{self.asked} {self.answer}"
+        return f"{self.prompt} {self.answer}"
 
 
 def mmlu(file: str, dev: str | None, shots: int, subject: str | None) -> tuple[ExamQuestion, ...]:
@@ -116,7 +116,7 @@ def mmlu(file: str, dev: str | None, shots: int, subject: str | None) -> tuple[E
         questions.append(
             ExamQuestion(
                 Path(question.where).name,
-                front + "\n\n".join([*shown, question.asked]),
+                front + "\n\n".join([*shown, question.prompt]),
                 options,
                 LETTERS[question.answer],
             )
@@ -131,7 +131,7 @@ def gsm8k(file: str, dev: str | None, shots: int) -> tuple[ExamQuestion, ...]:
     return tuple(
         ExamQuestion(
             Path(problem.where).name,
-            "\n\n".join([*shown, problem.asked]),
+            "\n\n".join([*shown, problem.prompt]),
             (),
             plain_number(problem.answer.split("####")[-1].strip()),
         )

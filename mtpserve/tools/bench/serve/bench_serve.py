@@ -39,13 +39,13 @@ def run(arguments: Sequence[str]) -> int:
     arg_parser: Parser = parser()
     refuse_unknown(arguments, list(arg_parser._option_string_actions))
     bench = bench_of(arg_parser.parse(arguments))
-    if bench.chosen.plot is not None:
-        check_plot(bench.chosen.plot)
-        writable("plot", bench.chosen.plot)
-    if bench.chosen.output_file is not None:
-        writable("output-file", bench.chosen.output_file)
-    if bench.chosen.save_result:
-        folder("result-dir", bench.chosen.result_dir or ".")
+    if bench.options.plot is not None:
+        check_plot(bench.options.plot)
+        writable("plot", bench.options.plot)
+    if bench.options.output_file is not None:
+        writable("output-file", bench.options.output_file)
+    if bench.options.save_result:
+        folder("result-dir", bench.options.result_dir or ".")
     allow_connections()
     try:
         import uvloop
@@ -55,10 +55,10 @@ def run(arguments: Sequence[str]) -> int:
         points = uvloop.run(all_loads(bench))
     if bench.swept is not None:
         show_sweep(points, LOADS[bench.swept])
-    if bench.chosen.plot is not None:
+    if bench.options.plot is not None:
         what = LOADS[bench.swept] if bench.swept is not None else "one run"
         plot(
-            bench.chosen.plot,
+            bench.options.plot,
             points,
             what,
             f"{bench.target.model or bench.target.base_url}, {bench.dataset.dataset_name}",
@@ -79,20 +79,20 @@ def allow_connections() -> None:
 
 async def all_loads(bench: ServeBench) -> list[Point]:
     async with Client(bench.target) as client:
-        if bench.chosen.ready_check_timeout_sec:
-            await client.wait_until_ready(bench.chosen.ready_check_timeout_sec)
+        if bench.options.ready_check_timeout_sec:
+            await client.wait_until_ready(bench.options.ready_check_timeout_sec)
         listed = await client.models()
     first = listed[0] if listed else None
     model = bench.target.model or (first.id if first is not None else None)
     bench = replace(bench, target=replace(bench.target, model=model))
     tokenizer = tokenizer_at(
-        bench.chosen.tokenizer, bench.chosen.model or model, first.root if first is not None else None
+        bench.options.tokenizer, bench.options.model or model, first.root if first is not None else None
     )
     return [await one_load(bench, number, load, tokenizer) for number, load in enumerate(bench.loads)]
 
 
 async def one_load(bench: ServeBench, number: int, load: float, tokenizer: BenchTokenizer | None) -> Point:
-    options, seed = bench.chosen, bench.dataset.seed + number
+    options, seed = bench.options, bench.dataset.seed + number
     rate = load if bench.swept == "request-rate" else options.request_rate
     concurrency = int(load) if bench.swept == "max-concurrency" else options.max_concurrency
     if bench.dataset.dataset_name not in ("random-ids", "custom"):
@@ -120,7 +120,7 @@ async def one_load(bench: ServeBench, number: int, load: float, tokenizer: Bench
 
 
 def print_status(bench: ServeBench, text: str) -> None:
-    if sys.stderr.isatty() and not bench.chosen.disable_tqdm:
+    if sys.stderr.isatty() and not bench.options.disable_tqdm:
         print(text, end="\r", file=sys.stderr)
 
 
@@ -148,7 +148,7 @@ def report(bench: ServeBench, summary: Summary, raw_run: RawRun, questions: Ques
 def setup(
     bench: ServeBench, questions: Questions, rate: float, concurrency: int | None, seed: int
 ) -> dict[str, Any]:
-    options = bench.chosen
+    options = bench.options
     fields = {
         "date": strftime("%Y%m%d-%H%M%S"),
         "backend": options.backend,
@@ -173,7 +173,7 @@ def setup(
 
 
 def save(bench: ServeBench, results: dict[str, Any], raw_run: RawRun) -> None:
-    options = bench.chosen
+    options = bench.options
     if options.output_details:
         results = results | details(raw_run.requests, raw_run.start)
     if options.output_file is not None:
@@ -189,9 +189,9 @@ def result_file(bench: ServeBench, results: dict[str, Any]) -> Path:
     load = f"{rate:g}qps" + ("" if concurrency is None else f"-concurrency{concurrency}")
     model = str(results["model_id"]).rstrip("/").rsplit("/", 1)[-1]
     name = (
-        bench.chosen.result_filename
-        or "-".join([bench.chosen.tag or bench.chosen.backend, load, model, results["date"]]) + ".json"
+        bench.options.result_filename
+        or "-".join([bench.options.tag or bench.options.backend, load, model, results["date"]]) + ".json"
     )
-    if bench.chosen.result_filename and bench.swept and not bench.chosen.append_result:
+    if bench.options.result_filename and bench.swept and not bench.options.append_result:
         name = f"{Path(name).stem}-{load}{Path(name).suffix}"
-    return Path(bench.chosen.result_dir or ".") / name
+    return Path(bench.options.result_dir or ".") / name

@@ -282,7 +282,7 @@ class ServeBench:
     summary: SummaryOptions
     swept: str | None  # max-concurrency or request-rate
     loads: tuple[float, ...]
-    chosen: Namespace
+    options: Namespace
     metadata: Mapping[str, str]
     metrics: tuple[str, ...]
     notes: tuple[str, ...]

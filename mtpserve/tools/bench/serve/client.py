@@ -285,7 +285,7 @@ def measured(
         cached_tokens=reader.cached,
         counted_by=by,
         meant=turn.tokens if usage is not None else None,
-        asked=turn.output,
+        max_tokens=turn.output,
         finish=reader.finish,
         category=category,
         figures=reader.figures,

@@ -65,7 +65,7 @@ class Measured:
     cached_tokens: int | None = None
     counted_by: str = BY_USAGE
     meant: int | None = None  # prompt tokens that were intended
-    asked: int | None = None  # output tokens that were asked for
+    max_tokens: int | None = None  # output tokens that the request wants
     finish: str | None = None
     category: str = ""
     figures: OwnFigures | None = None

@@ -77,7 +77,7 @@ async def talk_through(client: Client, conversation: AskedConversation, planned:
             answer = Measured(
                 Sent(ready, ready, ready),
                 ready,
-                asked=turn.output,
+                max_tokens=turn.output,
                 category=conversation.category,
                 failure=unsent,
             )

@@ -264,7 +264,9 @@ def summarise(run: RawRun, options: SummaryOptions) -> Summary:
         if price is None
         else price_of(run.seconds, price, options.output_price_ratio, input_tokens, output_tokens),
         prompts=prompts_of(good),
-        short=sum(request.asked is not None and request.output_tokens < request.asked for request in good),
+        short=sum(
+            request.max_tokens is not None and request.output_tokens < request.max_tokens for request in good
+        ),
         counted_by=tuple(Counter(request.counted_by for request in good).most_common()),
         categories=categories_of(good, options.percentiles),
         client_load=run.client_cpu / run.seconds if run.seconds else 0.0,

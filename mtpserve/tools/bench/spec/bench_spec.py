@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from mtpserve.cli.options import Values, add_options, given, settings
+from mtpserve.cli.options import Values, add_options, parsed_values, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS, EngineConfig
 from mtpserve.config.options import check
@@ -131,7 +131,7 @@ class SpecGrid:
 
 def run(arguments: Sequence[str]) -> int:
     options = parser().parse(arguments)
-    spec_grid, values = asked_of(options), given(options)
+    spec_grid, values = asked_of(options), parsed_values(options)
     config = config_of(spec_grid, {name: value for name, value in values.items() if name in KNOWN})
     texts = None if options.prompts is None else read_prompts(options.prompts)
     figures, notes, algorithm = measure(spec_grid, config, texts)
