@@ -41,18 +41,18 @@ class Recorded(DepthPolicy):
     left_out: int
 
     def begin(self, depth: int) -> None:
-        self.forced, self.taken, self.accepted, self.left_out = depth, [], [], SETTLED
+        self.forced_depth, self.taken, self.accepted, self.left_out = depth, [], [], SETTLED
 
-    def stepped(self, planned: ScheduledStep, passes: int, seconds: float) -> None:
-        _, prompts = StepShapes(self.sizes).planned(planned.plan, planned.reqs)
+    def stepped(self, step: ScheduledStep, passes: int, seconds: float) -> None:
+        _, prompts = StepShapes(self.sizes).plan_work(step.plan, step.reqs)
         if self.left_out > 0:
             self.left_out -= 1
-        elif prompts == 0 and passes == self.forced:
+        elif prompts == 0 and passes == self.forced_depth:
             self.taken.append(round(1e6 * seconds))
 
     def learn(self, outcomes: Seq[RequestOutput]) -> None:
         if self.left_out == 0:
-            self.accepted += [len(each.proposal.path) for each in outcomes if len(each.proposal.tokens) == self.forced == DEPTH]
+            self.accepted += [len(each.proposal.path) for each in outcomes if len(each.proposal.tokens) == self.forced_depth == DEPTH]
 
 
 def recorded(engine: Engine, requests: int, turns: int, seconds: float) -> dict[str, object]:

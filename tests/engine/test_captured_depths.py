@@ -10,8 +10,8 @@ import pytest
 
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import SpanPlan, StepPlan
-from mtpserve.engine.depth.step_shapes import StepShapes
-from mtpserve.engine.depth.step_times import StepTimes, StepWork
+from mtpserve.engine.depth.step_shapes import StepShapes, StepWork
+from mtpserve.engine.depth.step_times import StepTimes
 from mtpserve.tools.simulate.costs import StepCost
 from mtpserve.tools.simulate.traces import TraceConversation, TraceTurn
 from tests import selection
@@ -63,7 +63,7 @@ def test_a_captured_step_has_the_rows_and_passes_of_its_graph() -> None:
 
     def planned(drafts: list[int], draft_depth: int) -> tuple[StepWork, int]:
         spans = [SpanPlan(req_idx, 10, 1, count, True, True) for req_idx, count in enumerate(drafts)]
-        return shapes.planned(StepPlan([*spans, SpanPlan(9, 0, 50, 0, False, False)], draft_depth), reqs)
+        return shapes.plan_work(StepPlan([*spans, SpanPlan(9, 0, 50, 0, False, False)], draft_depth), reqs)
 
     assert planned([0, 0, 0], 0) == (StepWork(3, 3, 0, True, 30), 50)
     assert planned([0, 0, 0], 2) == (StepWork(3, 12, 3, True, 30), 50), "drafts are made, and none are verified"
@@ -74,7 +74,7 @@ def test_a_captured_tree_is_there_or_not() -> None:
     shapes = StepShapes(DraftSizes(steps=2, num_proposed=6, written=6, trees=True), (2,))
     assert [*shapes.depths(2)] == [0, 2] and shapes.work([sequence(0)], 3, 2)[:3] == (1, 7, 2)
     plan = StepPlan([SpanPlan(0, 10, 1, 6, True, True)], 0)
-    assert shapes.planned(plan, [sequence(0)])[0][:3] == (1, 7, 2), "more drafts than it is deep"
+    assert shapes.plan_work(plan, [sequence(0)])[0][:3] == (1, 7, 2), "more drafts than it is deep"
 
 
 def test_all_drafts_are_taken_where_they_are_computed_anyway() -> None:

@@ -46,8 +46,7 @@ def run(
     change: Callable[[float], Seq[float]] | None = None, see: Callable[[Simulation, ScheduledStep], None] | None = None,
     kind: type[Simulation] = Simulation, captured: Seq[int] = (), apart: bool = False,
 ) -> Ran:  # fmt: skip
-    """`change`: rates of acceptance by the time. `see`: is called with each step that is planned. `captured`, `apart`: what the policy
-    is told."""
+    """`change`: rates of acceptance by the time. `see`: is called with each step that is planned. `captured`, `apart`: the policy's."""
     spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=depth) if depth else SpecConfig(speculative_algorithm="none")
     device = SimulatedDevice(draft_sizes(spec, BUDGET), rates, seed=1)
     policy = measured(device.sizes, batch, cost, captured, apart) if adaptive else None
@@ -222,15 +221,15 @@ def test_it_does_not_oscillate() -> None:
     """Rates at which two depths are as good as each other."""
     _, cost = costs("h100")
     ran = run(texts(8, 2000), 8, cost, DEEP, (0.5, 0.42, 0.4), adaptive=True)
-    assert ran.policy is not None and ran.policy.changes <= 12 and len(ran.depths) > 800
-    assert ran.policy.trials <= len(ran.depths) / EVERY
+    assert ran.policy is not None and ran.policy.num_changes <= 12 and len(ran.depths) > 800
+    assert ran.policy.probes.count <= len(ran.depths) / CONFIG.min_steps_between_changes
 
 
 def test_trials_cost_little() -> None:
     _, cost = costs("h100")
     never = run(texts(1, 3000), 1, cost, DEEP, NEVER, adaptive=True)
     plain = run(texts(1, 3000), 1, cost, 0)
-    assert never.policy is not None and never.policy.trials > 5
+    assert never.policy is not None and never.policy.probes.count > 5
     assert never.speed >= 0.985 * plain.speed
 
 
@@ -252,7 +251,7 @@ def test_a_trial_that_goes_on_costs_what_it_costs() -> None:
     """Steps with drafts take longer than expected: a trial ends early, and the next one waits until as much was saved again."""
     policy, depths = depths_beside_prompts(StepCost(overhead=0.1, row=0.0001, draft_pass=0.004), 0.0, 0.3, 0.06)
     lost = 0.06 * sum(depth > 0 for depth in depths)
-    assert policy.trials > 3 and lost < 0.01 * (1000 * 0.3 + lost), (policy.trials, lost)
+    assert policy.probes.count > 3 and lost < 0.01 * (1000 * 0.3 + lost), (policy.probes.count, lost)
 
 
 def test_a_prompt_that_took_less_than_expected_does_not_pay_for_trials() -> None:
@@ -265,19 +264,19 @@ def test_a_prompt_that_took_less_than_expected_does_not_pay_for_trials() -> None
         policy.verified(req, 3, [])
     beside = 0
     for _ in range(100):
-        depth, before = policy.choose(reqs), policy._saved
+        depth, before = policy.choose(reqs), policy.probes.saved_s
         spans = [SpanPlan(i, 10, 1, depth, True, True, req.draft.max_draft_tokens) for i, req in enumerate(reqs)]
-        prompts = [SpanPlan(4, 10, 400, 0, False, False)] if policy._held else []
+        prompts = [SpanPlan(4, 10, 400, 0, False, False)] if policy.probes.remaining_steps else []
         policy.stepped(ScheduledStep(StepPlan([*spans, *prompts], depth), reqs), depth, 0.1 + 0.01 * depth)
         beside += bool(prompts)
-        assert policy._saved <= before + 0.001
+        assert policy.probes.saved_s <= before + 0.001
     assert beside > 3
 
 
 def test_nothing_is_timed_where_prompts_take_most_of_each_step() -> None:
     """Drafting is nearly worth it here, and its time would be tried for some steps in a row: what prompts take varies by more."""
     policy, depths = depths_beside_prompts(StepCost(overhead=0.1, row=0.001, draft_pass=0.004), 0.02, 0.5, 0.01)
-    assert policy.trials > 3 and not any(depth and after for depth, after in pairwise(depths))
+    assert policy.probes.count > 3 and not any(depth and after for depth, after in pairwise(depths))
 
 
 @pytest.mark.parametrize(
@@ -285,19 +284,19 @@ def test_nothing_is_timed_where_prompts_take_most_of_each_step() -> None:
 )
 def test_a_trial_with_much_more_accepted_than_expected_is_followed_by_the_next_one(before: int, accepted: list[int], at_once: bool) -> None:
     """`before`: how many of ten drafts were accepted until now. Of many requests some are always lucky."""
-    cost, reqs, trials = StepCost(overhead=0.01, row=0.0004, draft_pass=0.001), [sequence(i) for i in range(len(accepted))], list[int]()
+    cost, reqs, trials = StepCost(overhead=0.01, row=0.0004, draft_pass=0.003), [sequence(i) for i in range(len(accepted))], list[int]()
     policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), len(reqs), cost)
     for step in range(100):
         for req in reqs:
             policy.verified(req, 3, [1] * (step % 10 < before))
-    for step in range(1000):
-        begun, depth = policy.trials, policy.choose(reqs)
-        trials += [step] * (policy.trials - begun)
+    for step in range(2000):
+        begun, depth = policy.probes.count, policy.choose(reqs)
+        trials += [step] * (policy.probes.count - begun)
         plan = StepPlan([SpanPlan(req_idx, 10, 1, 0, True, True, req.draft.max_draft_tokens) for req_idx, req in enumerate(reqs)], depth)
         policy.stepped(ScheduledStep(plan, reqs), depth, cost.seconds(len(reqs), 10, 10, depth))
         verified = [(req, count) for req, count in zip(reqs, accepted, strict=True) if depth and req.draft.max_draft_tokens]
         policy.learn([RequestOutput(req, [], proposal=Proposal([0] * depth, path=[1] * count)) for req, count in verified])
-    assert len(trials) > 3 and (min(after - first for first, after in pairwise(trials)) < EVERY) == at_once
+    assert len(trials) > 3 and (min(after - first for first, after in pairwise(trials)) < CONFIG.min_steps_between_changes) == at_once
 
 
 @pytest.mark.parametrize(("forced", "least", "most"), [(0, 9_900, 10_000), (None, 150, 250)])
@@ -307,7 +306,7 @@ def test_each_short_step_is_learned_at_start_and_some_while_serving(
     """Of 10,000. One in fifty takes six times as long, and not more of those that are learned do."""
     policy, reqs, random, learned = DepthPolicy(DraftSizes(steps=3, num_proposed=3, written=3), 0), [sequence(0)], Random(0), list[float]()
     monkeypatch.setattr(policy.times, "observe", lambda work, seconds, noise: learned.append(seconds))
-    policy.forced, plan = forced, StepPlan([SpanPlan(0, 10, 1, 0, True, True)], 0)
+    policy.forced_depth, plan = forced, StepPlan([SpanPlan(0, 10, 1, 0, True, True)], 0)
     for _ in range(10_000):
         policy.stepped(ScheduledStep(plan, reqs), 0, 0.0024 if random.random() < 0.02 else 0.0004)
     assert least <= len(learned) <= most and sum(seconds > 0.001 for seconds in learned) < 0.05 * len(learned)
@@ -357,7 +356,7 @@ def test_a_depth_without_drafts_is_never_chosen() -> None:
     for _ in range(100):
         for req in reqs:
             policy.verified(req, 3, [])
-    for _ in range(4 * EVERY):
+    for _ in range(4 * CONFIG.min_steps_between_changes):
         depth = policy.choose(reqs)
         assert depth == 0 or any(req.draft.max_draft_tokens for req in reqs)
 
@@ -366,8 +365,8 @@ def test_a_request_may_want_less() -> None:
     policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 2, StepCost(overhead=0.01))
     reqs = [sequence(0), sequence(1, depth=1)]
     assert policy.choose(reqs) == 3 and [req.draft.max_draft_tokens for req in reqs] == [3, 1]
-    policy.deepest = 2
-    for _ in range(EVERY):
+    policy.max_depth = 2
+    for _ in range(CONFIG.min_steps_between_changes):
         depth = policy.choose(reqs)
     assert depth == 2 and [req.draft.max_draft_tokens for req in reqs] == [2, 1]
     policy.adaptive = False
@@ -377,7 +376,7 @@ def test_a_request_may_want_less() -> None:
 def test_what_is_set_counts_from_the_next_step() -> None:
     policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 2, StepCost(overhead=0.01))
     reqs = [sequence(0), sequence(1)]
-    assert policy.choose(reqs) == 3 and policy.state.tokens_per_second == policy.value > 0
+    assert policy.choose(reqs) == 3 and policy.state.tokens_per_second == policy.choice.value > 0
     policy.set(SpecChange(num_steps=1))
     assert policy.state.depth == 1 and policy.choose(reqs) == 1 and [req.draft.max_draft_tokens for req in reqs] == [1, 1]
     policy.set(SpecChange(num_steps=2, adaptive=False))
@@ -390,7 +389,7 @@ def test_what_is_set_counts_from_the_next_step() -> None:
         policy.verified(seq, 3, [])
     assert policy.state.acceptance[0] < 0.8
     policy.set(SpecChange(reset=True))
-    assert policy.state.acceptance == [0.8] * 3 and policy.times.observed > 0
+    assert policy.state.acceptance == [0.8] * 3 and policy.times.num_observations > 0
 
 
 def test_a_tree_gets_as_many_nodes_as_pay() -> None:

@@ -120,7 +120,7 @@ def table_engine(
             ),
         )
     if engine.policy is not None:
-        engine.policy.forced = spec.steps  # it would not draft at all where that takes longer, and laws are held to drafts
+        engine.policy.forced_depth = spec.steps  # it would not draft at all where that takes longer, and laws are held to drafts
     return engine
 
 

@@ -37,7 +37,8 @@ def learn(client: FakeClient) -> None:
     for _ in range(8):
         for requests, depth, seconds in ((1, 0, 0.010), (1, 2, 0.012), (40, 2, 0.020)):
             policy.times.observe(StepWork(requests, requests * (1 + depth), depth), seconds)
-    policy.value, policy.changes, policy.trials = 321.5, 3, 7
+    policy.choice = policy.choice._replace(value=321.5)
+    policy.num_changes, policy.probes.count = 3, 7
 
 
 def test_what_is_known(http: httpx.AsyncClient, client: FakeClient) -> None:
@@ -83,7 +84,7 @@ def test_setting(http: httpx.AsyncClient, client: FakeClient) -> None:
     answer = ask(http, "POST", {"num_steps": 1})
     assert answer.status_code == 200
     assert {name: answer.json()[name] for name in ("adaptive", "num_steps", "depth")} == {"adaptive": True, "num_steps": 1, "depth": 1}
-    assert ask(http, "POST", {"adaptive": False, "num_steps": 0}).json()["num_steps"] == policy.deepest == 0
+    assert ask(http, "POST", {"adaptive": False, "num_steps": 0}).json()["num_steps"] == policy.max_depth == 0
     assert not policy.adaptive and ask(http, "GET").json()["adaptive"] is False
     policy.survival.rates = [0.5, 0.1]
     assert ask(http, "POST", {"reset": False}).json()["acceptance"] == [0.5, 0.1]
@@ -112,7 +113,7 @@ def test_setting(http: httpx.AsyncClient, client: FakeClient) -> None:
 def test_bad_input(http: httpx.AsyncClient, client: FakeClient, body: dict[str, Any], param: str, told: str) -> None:
     refused = error(ask(http, "POST", body), 400)
     assert refused["param"] == param and told in refused["message"]
-    assert client.engine.policy is not None and client.engine.policy.deepest == 2
+    assert client.engine.policy is not None and client.engine.policy.max_depth == 2
 
 
 @pytest.mark.parametrize(("steps", "why"), [(0, "no speculation"), (2, "--no-speculative-adaptive, or with acceptance thresholds below 1")])
@@ -136,7 +137,7 @@ def test_keys(client: FakeClient, tokenizer: Tokenizer) -> None:
     assert ask(http, "GET").status_code == ask(http, "POST", {"num_steps": 1}).status_code == 401
     assert ask(http, "GET", headers=user).status_code == 200
     assert error(ask(http, "POST", {"num_steps": 1}, headers=user), 403)["code"] == "admin_key_required"
-    assert client.engine.policy is not None and client.engine.policy.deepest == 2
+    assert client.engine.policy is not None and client.engine.policy.max_depth == 2
     assert ask(http, "POST", {"num_steps": 1}, headers=admin).json()["num_steps"] == 1
 
 

@@ -20,18 +20,18 @@ def test_it_is_a_list_of_all_drafts_in_order(seed: int) -> None:
     drafts = sorted(((chance, -rank) for chances, own in kinds for _ in own for rank, chance in enumerate(chances)), reverse=True)
     assert len(ranking) == len(drafts)
     for count in range(len(drafts) + 1):
-        shared = ranking.shared(count, 12)
+        shared = ranking.drafts_per_request(count, 12)
         taken = sorted((chances[rank] for chances, own in kinds for i in own for rank in range(shared[i])), reverse=True)
         assert taken == [chance for chance, _ in drafts[:count]]  # each request's first ones, and the likeliest of all
-        assert ranking.gained(count) == pytest.approx(sum(taken))
+        assert ranking.expected_tokens(count) == pytest.approx(sum(taken))
     for rank in range(5):
-        assert ranking.least(rank) == next((n for n, (_, own) in enumerate(drafts, 1) if -own == rank), len(drafts))
+        assert ranking.min_count(rank) == next((n for n, (_, own) in enumerate(drafts, 1) if -own == rank), len(drafts))
 
 
 def test_without_drafts_nothing_is_gained() -> None:
     for ranking in (Ranking([]), Ranking([([], [0, 1])])):
-        assert len(ranking) == ranking.least(0) == ranking.gained(0) == 0 and ranking.shared(0, 2) == [0, 0]
+        assert len(ranking) == ranking.min_count(0) == ranking.expected_tokens(0) == 0 and ranking.drafts_per_request(0, 2) == [0, 0]
 
 
 def test_a_requests_drafts_of_one_chance_are_taken_in_order() -> None:
-    assert Ranking([([0.5, 0.5], [0, 1])]).shared(3, 2) == [2, 1]
+    assert Ranking([([0.5, 0.5], [0, 1])]).drafts_per_request(3, 2) == [2, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from mtpserve.core.request import Finish, Proposal, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.depth import watchdog
-from mtpserve.engine.depth.watchdog import BACK_OFF_S, DOUBT_S, ENOUGH, EVIDENCE, LONGEST_S, SEAT_S, WINDOW, Watchdog
+from mtpserve.engine.depth.depth_config import WATCHDOG_CONFIG
+from mtpserve.engine.depth.watchdog import Watchdog
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.start import try_out
@@ -124,10 +126,10 @@ def test_a_broken_head_is_named_and_comes_back(clients: int, caplog: pytest.LogC
     assert len(named) == 1 and "all of them are token 7" in named[0] and engine.watch.health.reason in named[0]
     engine.run(20)
     assert set(engine.wanted[-1000:]) == {0} and len(engine.running) == clients
-    engine.run(BACK_OFF_S)
+    engine.run(WATCHDOG_CONFIG.retry_interval_s)
     assert engine.watch.suspended and DEEP in engine.wanted[-2000:], "tried again"
     engine.healthy = 1.0
-    engine.run(3 * BACK_OFF_S, lambda: not engine.watch.suspended)
+    engine.run(3 * WATCHDOG_CONFIG.retry_interval_s, lambda: not engine.watch.suspended)
     assert engine.watch.health.state == "ok" and engine.watch.health.faults_total == 1
     assert (engine.resets, engine.forgotten) == (1, 1)
     engine.run(1)
@@ -162,9 +164,9 @@ def test_the_back_off_doubles_up_to_its_end() -> None:
     engine.run(10, lambda: engine.watch.suspended)
     tried = [engine.now]
     while len(tried) < 9:
-        engine.run(2 * LONGEST_S, lambda: bool(engine.watch._self_check))
+        engine.run(2 * WATCHDOG_CONFIG.max_retry_interval_s, lambda: bool(engine.watch._self_check))
         tried.append(engine.now)
-        engine.run(LONGEST_S, lambda: not engine.watch._self_check)
+        engine.run(WATCHDOG_CONFIG.max_retry_interval_s, lambda: not engine.watch._self_check)
     waits = [after - before for before, after in pairwise(tried)]
     assert waits == pytest.approx([30, 60, 120, 240, 480, 600, 600, 600], abs=1.5)
 
@@ -189,7 +191,7 @@ def test_a_head_that_breaks_soon_after_a_doubt_is_named_within_ten_seconds() -> 
     engine.easy = False
     engine.run(0.5)
     engine.easy, engine.healthy = 1.0, False
-    assert engine.run(10, lambda: engine.watch.suspended) < DOUBT_S + 1
+    assert engine.run(10, lambda: engine.watch.suspended) < WATCHDOG_CONFIG.doubt_interval_s + 1
 
 
 @pytest.mark.parametrize(("clients", "named"), [(8, True), (7, False)])
@@ -200,7 +202,7 @@ def test_without_a_seat_many_requests_decide(clients: int, named: bool) -> None:
     seconds = engine.run(30, lambda: engine.watch.suspended)
     assert engine.watch.suspended is named
     if named:
-        assert SEAT_S < seconds < 10 and clients * 100 * seconds > EVIDENCE
+        assert WATCHDOG_CONFIG.seat_wait_s < seconds < 10 and clients * 100 * seconds > WATCHDOG_CONFIG.min_client_verifications
 
 
 def test_drafts_of_other_sources_are_not_counted() -> None:
@@ -208,7 +210,7 @@ def test_drafts_of_other_sources_are_not_counted() -> None:
     engine.run(1)
     engine.healthy, engine.source = 0.0, "grammar"
     engine.run(60)
-    assert engine.watch.health.faults_total == 0 and engine.watch._window.verified < WINDOW
+    assert engine.watch.health.faults_total == 0 and engine.watch._window.verified < WATCHDOG_CONFIG.window_verifications
 
 
 def test_a_slow_model_starts_untried() -> None:
@@ -304,7 +306,7 @@ def test_a_head_that_breaks_while_serving(how: str, shape: dict[str, Any], adapt
     serve(engine, 60)
     assert engine.stats.drafts_total <= before + 16, "what was in flight"
     repair()
-    now[0] += BACK_OFF_S + 1
+    now[0] += WATCHDOG_CONFIG.retry_interval_s + 1
     assert serve(engine, 200, lambda: health.state == "ok") < 100
     before = engine.stats.drafts_total
     serve(engine, 60)
@@ -357,7 +359,9 @@ def test_a_checkpoint_whose_draft_layer_is_random_is_named_at_start(tmp_path: Pa
     health = engine.stats.draft_health
     assert health.state == "weak" and health.start is not None and health.start < 0.2 and health.faults_total == 1
     (said,) = [record.message for record in caplog.records if record.name == watchdog.__name__]
-    assert "AT FAULT" in said and f"of {ENOUGH} verifications" in said and "40 %" in said and "--speculative-draft-model-path" in said
+    (count,) = re.findall(r"of (\d+) verifications", said)
+    assert "AT FAULT" in said and int(count) >= WATCHDOG_CONFIG.window_verifications
+    assert "40 %" in said and "--speculative-draft-model-path" in said
     serve(engine, 30)
     assert health.faults_total == 1 and health.state == "weak", "named once; it drafts on, where that is asked for"
 

@@ -1,4 +1,4 @@
-"""What this room needs of the engine: it measures steps and drafts with requests of its own."""
+"""What the folder needs of the engine: it measures steps and drafts with requests of its own."""
 
 from __future__ import annotations
 

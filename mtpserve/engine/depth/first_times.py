@@ -1,5 +1,5 @@
-"""What steps take with few and many requests, deep and not, measured at start: the first choices of a depth
-are no guesses then."""
+"""What steps take with few and many requests, at each depth, measured at start. So the first choices of a
+depth are no guesses."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ from time import perf_counter
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.depth.control import EngineControl
-from mtpserve.engine.depth.policy import SETTLING, DepthPolicy
+from mtpserve.engine.depth.policy import DepthPolicy
 from mtpserve.engine.depth.step_times import StepTimes
-
-# in all; and of each request. More requests, whose steps are longer, are not measured when the time is over
-SECONDS, TOKENS = 6.0, 64
-WARM_UP = 0.2  # seconds of steps before them
-# of each number of requests and depth, and of slow ones; the first is not measured
-STEPS, FEWEST, ENOUGH_S = 6, 2, 0.3
-# seconds of steps that are measured of each, at most: these are many steps where they are short, and vary
-# more
-MEASURED = 0.015
-PRIME = 7919  # tokens that are this far apart: different ones go to different experts
 
 
 def ladder(max_requests: int) -> list[int]:
@@ -29,28 +19,38 @@ def ladder(max_requests: int) -> list[int]:
 
 def measure(engine: EngineControl, policy: DepthPolicy, max_requests: int) -> None:
     """`max_requests` requests at once."""
-    measure_depths(engine, policy, 1, perf_counter() + WARM_UP)
-    # An engine's first steps are slower: of 1 ms some took 1.4.
-    policy.times, until = StepTimes(policy.times.apart), perf_counter() + SECONDS
+    config = policy.config
+    depth_s = config.measuring_s / len(ladder(max_requests)) / len(policy.depths)
+    # An engine's first steps are slower: of 1 ms some took 1.4. They are forgotten.
+    measure_depths(engine, policy, 1, perf_counter() + depth_s, depth_s)
+    policy.model.times = StepTimes(policy.times.apart, config)
+    until = perf_counter() + config.measuring_s
     for requests in ladder(max_requests):
-        measure_depths(engine, policy, requests, until)
-    policy.forced = None
+        measure_depths(engine, policy, requests, until, depth_s)
+    policy.forced_depth = None
     policy.forget()
     policy.times.serve()
 
 
-def measure_depths(engine: EngineControl, policy: DepthPolicy, requests: int, until: float) -> None:
-    """So many requests at once, at each depth. `until`: a time of perf_counter, after which nothing more is
-    measured."""
-    tokens = min(TOKENS, engine.context_length - 1)
+def measure_depths(
+    engine: EngineControl, policy: DepthPolicy, requests: int, until: float, depth_s: float
+) -> None:
+    """So many requests at once, at each depth, for two steps and `depth_s` seconds at least.
+
+    `until`: a time of perf_counter, after which nothing more is measured.
+    """
+    config = policy.config
+    tokens = min(config.measuring_tokens, engine.context_length - 1)
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, seed=0)
     for depth in reversed(policy.depths):
-        policy.forced, steps, began = depth, 0, perf_counter()
+        policy.forced_depth, steps, began = depth, 0, perf_counter()
         for number in range(requests):
-            engine.add(Request(f"measure {number}", [(number + 1) * PRIME % engine.card.vocab], sampling))
+            prompt = [number * engine.card.vocab // requests]  # for different experts
+            engine.add(Request(f"measure {number}", prompt, sampling))
         while engine.has_work and (now := perf_counter()) < until:
-            enough = steps >= STEPS or (steps >= FEWEST and now > began + ENOUGH_S)
-            if enough and now > began + SETTLING + MEASURED:
+            # The first step of a depth is not measured.
+            enough = steps >= config.measured_steps or (steps > 1 and now > began + depth_s)
+            if enough and now > began + config.settling_s + config.learning_interval_s:
                 break
             engine.step()
             steps += 1

@@ -1,8 +1,8 @@
-"""What steps compute, by which those that take as long as each other are known.
+"""What a step computes. Steps of the same shape take the same time.
 
-Launched kernel by kernel, a step has its requests' tokens and drafts, and rows of prompts among them.
-Captured steps (runtime/graphs) are there for a few depths. They have as many rows of each request as their
-depth has drafts, and as many passes, whoever has fewer; prompts have passes through the model of their own.
+A step that is launched kernel by kernel has its requests' tokens and drafts, and rows of prompts among them.
+Captured steps (runtime/graphs) exist for a few depths. A graph has the rows and passes of its depth, whoever
+has fewer drafts. Prompts have passes of their own through the model.
 
     drafts of three requests, 2 deep   | 2 | 0 | 1 |
     launched                           6 rows, 2 passes
@@ -13,15 +13,70 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
+from functools import cache
+from math import log2
+from typing import NamedTuple
 
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import StepPlan
 from mtpserve.core.state.request_state import RequestState
-from mtpserve.engine.depth.step_times import StepWork
+from mtpserve.engine.depth.depth_config import CONFIG
+
+TERM_NAMES = (
+    "step",
+    "first_rows",
+    "rows",
+    *(f"rows_above_{bend}" for bend in CONFIG.row_bends),
+    "passes",
+    "passes_x_requests",
+)
+
+
+class StepWork(NamedTuple):
+    """What is in a step."""
+
+    requests: int  # that decode
+    rows: int  # of the trunk, without those of prompts
+    passes: int  # after the trunk's
+    sampled: bool = False  # some of the requests are not greedy: drawing costs by rows
+    context: int = 0  # tokens before the rows, of all requests
+
+
+class CellKey(NamedTuple):
+    """Steps with the same key share one measurement. Requests and rows are buckets."""
+
+    requests: int
+    rows: int
+    passes: int
+    sampled: bool
+
+
+@cache
+def bucket(number: int) -> int:
+    """Small numbers have buckets of their own. Five buckets double a larger number."""
+    exact = CONFIG.max_exact_count
+    return number if number <= exact else exact + round(5 * log2(number / exact))
+
+
+def middle(bucket: int) -> int:
+    """One of the numbers that share a bucket."""
+    exact = CONFIG.max_exact_count
+    return bucket if bucket <= exact else round(exact * 2 ** ((bucket - exact) / 5))
+
+
+def key_of(work: StepWork) -> CellKey:
+    return CellKey(bucket(work.requests), bucket(work.rows), work.passes, work.sampled)
+
+
+def terms_of(work: StepWork) -> list[float]:
+    """The numbers of a step that the formula of `StepTimes` weighs, in the order of TERM_NAMES."""
+    requests, rows, passes = work[:3]
+    convex = (max(rows - bend, 0) for bend in CONFIG.row_bends)
+    return [1.0, min(rows, CONFIG.max_exact_count), rows, *convex, passes, passes * requests]
 
 
 def passes_of(plan: StepPlan) -> int:
-    """Of what proposes tokens, after the trunk's pass; those that are wanted."""
+    """Passes of the draft model after the trunk's pass. They are 0 where no request needs new drafts."""
     return plan.draft_depth if plan.draft_depth and any(span.drafts_next for span in plan.spans) else 0
 
 
@@ -36,22 +91,22 @@ class StepShapes:
     sizes: DraftSizes
     captured: Seq[int] = ()
 
-    def depths(self, deepest: int) -> Seq[int]:
-        """Those that differ in what they take."""
+    def depths(self, max_depth: int) -> Seq[int]:
+        """The depths up to `max_depth` whose steps differ in their time."""
         # A tree is grown to its whole depth or not at all: fewer nodes are those with the best scores.
-        if self.sizes.trees and deepest > 0:
-            return 0, deepest
+        if self.sizes.trees and max_depth > 0:
+            return 0, max_depth
         if self.captured:
-            return 0, *(depth for depth in self.captured if depth < deepest), *([deepest] if deepest else [])
-        return range(deepest + 1)
+            shallower = (depth for depth in self.captured if depth < max_depth)
+            return 0, *shallower, *([max_depth] if max_depth else [])
+        return range(max_depth + 1)
 
     def drafts(self, depth: int) -> int:
-        """Of each request, at most."""
+        """The drafts of one request, at most."""
         return self.sizes.num_proposed if self.sizes.trees and depth else min(depth, self.sizes.num_proposed)
 
     def drafting(self, work: StepWork, drafts: int, depth: int) -> StepWork:
-        """The same requests in a step that verifies so many drafts of all of them together, and makes new
-        ones."""
+        """The same requests in a step that verifies `drafts` drafts in all and makes new ones."""
         if not self.captured or not (drafts or depth):
             return work._replace(rows=work.requests + drafts, passes=depth)
         # A tree has more drafts than it is deep.
@@ -61,24 +116,20 @@ class StepShapes:
         return work._replace(rows=work.requests * (1 + self.drafts(computed)), passes=computed)
 
     def work(self, reqs: Seq[RequestState], drafts: int, depth: int) -> StepWork:
-        """Of a step that verifies so many of these requests' drafts."""
+        """The work of a step that verifies `drafts` drafts of these requests."""
         context = sum(len(req.tokens) for req in reqs)
         return self.drafting(StepWork(len(reqs), len(reqs), 0, is_sampled(reqs), context), drafts, depth)
 
-    def planned(self, plan: StepPlan, reqs: Seq[RequestState]) -> tuple[StepWork, int]:
-        """And rows of prompts; the last one of a prompt counts as one that decodes, since the request is
-        drafted for."""
-        drafted = drafts = widest = rows = context = 0
+    def plan_work(self, plan: StepPlan, reqs: Seq[RequestState]) -> tuple[StepWork, int]:
+        """→ the work of a plan, and its rows of prompts. The last row of a prompt counts as a row that
+        decodes, since its request gets drafts."""
+        requests = drafts = widest = rows = context = 0
         for span in plan.spans:
-            drafted, drafts, rows = (
-                drafted + span.drafts_next,
-                drafts + span.num_draft_tokens,
-                rows + span.num_tokens,
-            )
+            requests, drafts = requests + span.drafts_next, drafts + span.num_draft_tokens
             context, widest = context + span.start * span.drafts_next, max(widest, span.num_draft_tokens)
-        depth = plan.draft_depth if drafted else 0
+            rows += span.num_tokens
+        depth = plan.draft_depth if requests else 0
         if self.captured:
             depth = max(depth, widest)  # drafts of the step before may be deeper than the new ones
-        return self.drafting(
-            StepWork(drafted, drafted, 0, is_sampled(reqs), context), drafts, depth
-        ), rows - drafted
+        work = StepWork(requests, requests, 0, is_sampled(reqs), context)
+        return self.drafting(work, drafts, depth), rows - requests

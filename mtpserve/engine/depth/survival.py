@@ -13,20 +13,12 @@ what comes of its own drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import pow
+from operator import mul
 from typing import TypeVar
 
-PRIOR, STRENGTH = 0.8, 4.0  # a rate before anything was seen, as so many verifications
-# A chain's deeper drafts are expected to do as the one before, as so many verifications: of depths that are
-# not in use few are seen, and some that were rejected at the beginning of a text kept a depth out of use for
-# ten seconds.
-ALIKE = 16.0
-KEEP = 1 - 1 / 300  # of what was counted, with each further verification of the rank
-HIGHEST = 0.98  # of a rate
-RATE, BACK = 0.03, 0.995  # how fast a request's factor follows its drafts, and returns to 1
-UNSEEN = 0.9  # and how fast, from one choice of depths to the next, while it has no drafts
-LOWEST_FACTOR, HIGHEST_FACTOR = 0.2, 1.6
-PART = 8  # requests of a step of which is learned
+from mtpserve.engine.depth.depth_config import CONFIG, DepthPolicyConfig
 
 T = TypeVar("T")
 
@@ -34,56 +26,56 @@ T = TypeVar("T")
 class Survival:
     """`ranks`: drafts of one request, at most."""
 
-    def __init__(self, ranks: int, trees: bool = False) -> None:
-        self.ranks, self.trees = ranks, trees
-        self.rates = [pow(PRIOR, rank) if trees else PRIOR for rank in range(1, ranks + 1)]
-        self._first = self.rates[:]
-        self._hits, self._trials = [0.0] * ranks, [0.0] * ranks
+    def __init__(self, ranks: int, trees: bool = False, config: DepthPolicyConfig = CONFIG) -> None:
+        self.ranks, self.trees, self.config = ranks, trees, config
+        prior = config.prior_acceptance
+        self.rates = [pow(prior, rank) if trees else prior for rank in range(1, ranks + 1)]
+        self._prior_rates = self.rates[:]
+        # by rank: the drafts that were accepted, and those that were verified
+        self._accepted, self._verified = [0.0] * ranks, [0.0] * ranks
 
     def observe(self, drafts: int, accepted: Sequence[int]) -> None:
-        """One verification of `drafts` drafts: the ranks that were accepted, from 1 on."""
-        num_ranks = min(drafts, self.ranks)
+        """One verification of `drafts` drafts. `accepted`: the ranks that were accepted, from 1 on."""
+        num_ranks, keep = min(drafts, self.ranks), 1 - 1 / self.config.max_verifications
         # Of a chain, what follows the first draft that was rejected says nothing.
         for i in range(num_ranks if self.trees else min(num_ranks, len(accepted) + 1)):
-            self._hits[i] = self._hits[i] * KEEP + (i + 1 in accepted)
-            self._trials[i] = self._trials[i] * KEEP + 1
+            self._accepted[i] = self._accepted[i] * keep + (i + 1 in accepted)
+            self._verified[i] = self._verified[i] * keep + 1
         for i in range(self.ranks):
-            before, strength = (
-                (self.rates[i - 1], ALIKE) if i and not self.trees else (self._first[i], STRENGTH)
-            )
-            self.rates[i] = (self._hits[i] + strength * before) / (self._trials[i] + strength)
+            prior, strength = self._prior_rates[i], self.config.prior_verifications
+            if i and not self.trees:
+                prior, strength = self.rates[i - 1], self.config.prior_rank_verifications
+            self.rates[i] = (self._accepted[i] + strength * prior) / (self._verified[i] + strength)
 
     def chances(self, factor: float, max_ranks: int) -> list[float]:
-        """Of each of the first `max_ranks` to be accepted. Of a tree, each is a mean over its neighbours
-        where that makes them fall."""
-        if self.trees:
-            return falling([min(rate * factor, HIGHEST) for rate in self.rates[:max_ranks]])
-        chances, chance = list[float](), 1.0
-        for rate in self.rates[:max_ranks]:
-            chance *= min(rate * factor, HIGHEST)
-            chances.append(chance)
-        return chances
+        """The chance of each of the first `max_ranks` drafts. They never rise: of a tree, neighbours that
+        would rise have their mean."""
+        rates = [min(rate * factor, 1.0) for rate in self.rates[:max_ranks]]
+        return falling(rates) if self.trees else [*accumulate(rates, mul)]
 
-    def follow(self, factor: float, drafts: int, accepted: int) -> float:
-        """A request's factor after one of its verifications."""
+    def updated_factor(self, factor: float, drafts: int, accepted: int) -> float:
+        """A request's acceptance factor after one of its verifications."""
         expected = sum(self.chances(factor, drafts))
-        moved = pow(factor, BACK) * (1 + RATE * (accepted - expected) / (1 + expected))
-        return min(max(moved, LOWEST_FACTOR), HIGHEST_FACTOR)
+        moved = factor * (1 + self.config.factor_step * (accepted - expected) / (1 + expected))
+        limit = self.config.max_acceptance_factor
+        return min(max(moved, 1 / limit), limit)
 
-    def unseen(self, factor: float) -> float:
-        """A request's factor after some steps without drafts."""
-        return pow(factor, UNSEEN)
+    def factor_without_drafts(self, factor: float) -> float:
+        """A request's acceptance factor after some steps without drafts."""
+        return pow(factor, self.config.factor_memory_fraction)
 
 
-def part_of(requests: Sequence[T], turn: int, least: int = 1) -> Sequence[T]:
-    """Some of a step's requests, in turn: of many of them a part tells as much, and each takes some
-    microseconds. Each of them is in one of `least` steps, or of more."""
-    every = max(len(requests) // PART, least)
-    return requests if every == 1 else requests[turn % every :: every]
+def sample_of(
+    requests: Sequence[T], step: int, min_period: int = 1, size: int = CONFIG.max_sampled_requests
+) -> Sequence[T]:
+    """Some of a step's requests, in turn. Each look at a request takes some microseconds, and about `size`
+    requests of many tell as much as all. Each request is in one of `min_period` steps, or of more."""
+    period = max(len(requests) // size, min_period)
+    return requests if period == 1 else requests[step % period :: period]
 
 
 def falling(numbers: Sequence[float]) -> list[float]:
-    """The nearest numbers that never rise: those that do are replaced by their mean."""
+    """The nearest numbers that never rise. Neighbours that rise are replaced by their mean."""
     blocks = list[tuple[float, int]]()  # sums, of so many
     for number in numbers:
         total, count = number, 1

@@ -1,11 +1,11 @@
-"""Whether the draft model works: measured at start, watched while serving. A broken one changes no text, so
-that nothing else names it.
+"""Whether the draft model works: measured at start, watched while serving. A broken one changes no text.
+Nothing else names it.
 
     at start        The engine's own requests: the model goes on greedily from a few tokens at full depth, and
                     the share of verifications that accept the first draft is measured, and named where it is
-                    below the floor of the model's family.
-    while serving   WINDOW first drafts of the clients' requests at a time are compared with the best that was
-                    seen. Below half of it there is a doubt, and no more than that: clients may have begun to
+                    below the least of the model's family.
+    while serving   First drafts of the clients' requests are compared with the best before, 32 at a time.
+                    Below half of it there is a doubt, and no more than that: clients may have begun to
                     send text that nobody can guess, and one client's random tokens look like a broken head.
     a doubt         is decided by the engine's own requests, the same as at start, on pages that no other
                     request has written. If their drafts are accepted the texts have changed, and the next
@@ -14,12 +14,12 @@ that nothing else names it.
                     and the same requests run again after 30 s, 60 s, … 10 min. Half of what they reached at
                     start is a recovery: drafting begins again.
 
-Where none of these requests gets a seat for SEAT_S the clients' drafts decide alone, by a rule that no single
-client or text fulfils: less than 2 % of 512 verifications of 8 requests.
+Where none of these requests gets a seat for 4 s, the clients' drafts decide alone. No single client or text
+fulfils their rule: less than 5 % of 512 verifications of 8 requests.
 
-Only the first draft is counted, in a tree the node with the best score, and only where the draft model
-proposed it: what a grammar forces or a prediction proposes says nothing of it. Nothing is read from the
-device that is not read anyway.
+Only the first draft is counted, in a tree the node with the best score. The draft model must have proposed
+it: what a grammar forces or a prediction proposes says nothing of the model. Nothing is read from the device
+that is not read anyway.
 """
 
 from __future__ import annotations
@@ -36,22 +36,13 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.core.stats.engine_stats import DraftHealth, DraftState
 from mtpserve.engine.depth.control import EngineControl
-from mtpserve.engine.depth.survival import part_of
+from mtpserve.engine.depth.depth_config import WATCHDOG_CONFIG, WatchdogConfig
+from mtpserve.engine.depth.survival import sample_of
 from mtpserve.engine.steps import RequestOutput
 
 log = logging.getLogger(__name__)
 
-PARTS, TOKENS = 3, 40  # of the engine's own requests: how many, and the length of each output
-ENOUGH, FEWEST = 24, 8  # verifications after which they end, and with less than which they decide nothing
-START_S = 0.5  # that they may take at start: a model that is slower starts without
-WINDOW = 32  # first drafts that are compared at a time
-LEAST, SHARE = 0.05, 0.25  # below this, or this share of what was reached, drafting ends
-HALF = 0.5  # the share of what was reached below which is a doubt or a fault, and from which on is a recovery
-# between two decisions about clients' text, doubled as long as it is the text
-DOUBT_S, LONGEST_DOUBT_S = 2.0, 60.0
-BACK_OFF_S, LONGEST_S = 30.0, 600.0  # until drafting is tried again, doubled as long as it fails
-SEAT_S, DEAD, EVIDENCE, REQUESTS = 4.0, 0.02, 512, 8  # the rule without the engine's own requests
-FIRST = -(2**31)  # a priority: before all requests of clients
+MIN_PRIORITY = -(2**31)  # before all requests of clients
 CAUSES = (
     "the draft model's weights are of another model or damaged, --speculative-draft-model-path "
     "names the wrong checkpoint, or it is not "
@@ -63,10 +54,15 @@ CAUSES = (
 class FirstDrafts:
     """First drafts of the draft model, and what became of them."""
 
+    config: WatchdogConfig
     verified: int = 0
     accepted: int = 0
-    tokens: set[int] = field(default_factory=set)  # that were drafted; two are enough
-    requests: set[str] = field(default_factory=set)  # whose they were; REQUESTS are enough
+    tokens: set[int] = field(default_factory=set)  # that were drafted; at most two
+    requests: set[str] = field(default_factory=set)  # whose they were; no more than decide
+
+    @property
+    def is_enough(self) -> bool:
+        return self.verified >= self.config.min_verifications
 
     @property
     def rate(self) -> float:
@@ -76,7 +72,7 @@ class FirstDrafts:
         self.verified, self.accepted = self.verified + 1, self.accepted + hit
         if len(self.tokens) < 2:
             self.tokens.add(proposal.tokens[0])
-        if len(self.requests) < REQUESTS:
+        if len(self.requests) < self.config.min_client_requests:
             self.requests.add(request_id)
 
     def __str__(self) -> str:
@@ -85,7 +81,7 @@ class FirstDrafts:
     @property
     def symptom(self) -> str:
         """What the drafts look like where they are not accepted."""
-        if len(self.tokens) == 1 and self.verified >= FEWEST:
+        if len(self.tokens) == 1 and self.is_enough:
             return (
                 f"all of them are token {min(self.tokens)}, as where weights are zero or numbers are "
                 f"not finite"
@@ -100,14 +96,14 @@ class FirstDrafts:
 class SelfCheck:
     """The engine's own requests."""
 
-    began: float
-    ids: set[str]  # that have not ended
-    tally: FirstDrafts = field(default_factory=FirstDrafts)
+    start_s: float  # by the watchdog's clock
+    tally: FirstDrafts
+    ids: set[str] = field(default_factory=set)  # that have not ended
 
 
 class Watchdog:
-    """`full`: the depth of the drafts; 0: there is nothing to watch. `vocab`: of the model. `drafter`: the
-    draft model's name among the sources. `clock` in seconds.
+    """`max_depth`: of the drafts; 0: there is nothing to watch. `vocab`: of the model. `min_acceptance`: the
+    least rate of the model's family. `drafter`: the draft model's name among the sources. `clock` in seconds.
 
     The engine calls `start` once, `before_step` and `limit_drafts` for each step that it plans, and
     `client_outputs` for what each one yielded.
@@ -115,29 +111,26 @@ class Watchdog:
 
     def __init__(
         self,
-        full: int = 0,
+        max_depth: int = 0,
         vocab: int = 1,
-        floor: float = 0.4,
+        min_acceptance: float = 0.4,
         drafter: str = MTP,
         clock: Callable[[], float] = perf_counter,
+        config: WatchdogConfig = WATCHDOG_CONFIG,
     ) -> None:
-        self.full, self.vocab, self.min_acceptance, self.drafter, self.clock = (
-            full,
-            vocab,
-            floor,
-            drafter,
-            clock,
-        )
-        self.health = DraftHealth("unmeasured", floor=floor) if full else DraftHealth()
+        self.max_depth, self.vocab, self.min_acceptance = max_depth, vocab, min_acceptance
+        self.drafter, self.clock, self.config = drafter, clock, config
+        self.health = DraftHealth("unmeasured", floor=min_acceptance) if max_depth else DraftHealth()
         self.best_rate = 0.0  # the best window, or the rate at start
         self._self_check: SelfCheck | None = None
-        # of clients' drafts: the current one, and since the last that was good
-        self._window, self._since = FirstDrafts(), FirstDrafts()
+        # of clients' drafts: the current window, and all since the last good window
+        self._window, self._since_good = FirstDrafts(config), FirstDrafts(config)
         self._doubt = False
-        # when to decide next; how long to wait after that
-        self._next, self._pause, self._back_off = 0.0, DOUBT_S, BACK_OFF_S
-        self._limits = False  # requests have got limits of drafts
-        self._turn = 0  # steps: see part_of
+        # the time of the next decision, and how long to wait after it: in doubt, and suspended
+        self._next_s = 0.0
+        self._doubt_interval_s, self._retry_interval_s = config.doubt_interval_s, config.retry_interval_s
+        self._has_limits = False  # requests have limits of drafts
+        self._num_steps = 0  # see sample_of
         self._armed = False  # clients' drafts are watched
 
     @property
@@ -149,23 +142,23 @@ class Watchdog:
     def start(self, engine: EngineControl) -> None:
         """Measure, from when on clients' drafts are watched. Computes until it is over, and leaves no
         request."""
-        if not self.full:
+        if not self.max_depth:
             return
-        end = self.clock() + START_S
+        end = self.clock() + self.config.max_start_check_s
         self_check = self._begin(engine)
-        while self_check.ids and self_check.tally.verified < ENOUGH and self.clock() < end:
+        while not self._is_complete(self_check) and self.clock() < end:
             engine.step()
         tally = self._end(engine)
         while engine.has_work:
             engine.step()
-        self._armed, self._window, self._since = True, FirstDrafts(), FirstDrafts()
-        if tally.verified < FEWEST:
+        self._armed, self._window, self._since_good = True, FirstDrafts(self.config), FirstDrafts(self.config)
+        if not tally.is_enough:
             log.info(
                 "the draft model (%s) was not tried out: there is time for %d verifications, and "
                 "less than %d decide nothing",
                 self.drafter,
                 tally.verified,
-                FEWEST,
+                self.config.min_verifications,
             )
             return
         self.health.start = self.best_rate = tally.rate
@@ -191,19 +184,21 @@ class Watchdog:
             return
         self_check = self._self_check
         if self_check is None:
-            if self.clock() >= self._next:
+            if self.clock() >= self._next_s:
                 self._begin(engine)
-        elif not self_check.ids or self_check.tally.verified >= ENOUGH:
+        elif self._is_complete(self_check):
             self._decide(engine, self._end(engine))
         elif (
             not self_check.tally.verified
             and not self.suspended
-            and self.clock() - self_check.began > SEAT_S
-            and self._dead(self._since)
+            and self.clock() - self_check.start_s > self.config.seat_wait_s
+            and self._is_dead(self._since_good)
         ):
-            self._suspend(
-                f"{self._since} first drafts of clients' requests were accepted: {self._since.symptom}"
-            )
+            tally = self._since_good
+            self._suspend(f"{tally} first drafts of clients' requests were accepted: {tally.symptom}")
+
+    def _is_complete(self, self_check: SelfCheck) -> bool:
+        return not self_check.ids or self_check.tally.verified >= self.config.window_verifications
 
     def is_self_check(self, request_id: str) -> bool:
         return self._self_check is not None and request_id in self._self_check.ids
@@ -212,31 +207,31 @@ class Watchdog:
         """The depth of the next step, where others would have it draft `draft_depth` deep; each request is
         told how many drafts it may have."""
         if self._self_check is None and not self.suspended:
-            if self._limits:
-                self._limits = False
+            if self._has_limits:
+                self._has_limits = False
                 for req in running:
                     req.draft.max_draft_tokens = None
             return draft_depth
-        self._limits, draft_depth = True, 0 if self.suspended else draft_depth
+        self._has_limits, draft_depth = True, 0 if self.suspended else draft_depth
         deep = False
         for req in running:
             if self.is_self_check(req.id):
                 deep, req.draft.max_draft_tokens = True, None
-            elif draft_depth < self.full:
+            elif draft_depth < self.max_depth:
                 req.draft.max_draft_tokens = (
                     draft_depth
                     if req.draft.max_draft_tokens is None
                     else min(req.draft.max_draft_tokens, draft_depth)
                 )
-        return self.full if deep else draft_depth
+        return self.max_depth if deep else draft_depth
 
     def client_outputs(self, outcomes: Seq[RequestOutput], verified: bool = True) -> Seq[RequestOutput]:
         """What a step yielded for clients' requests. If drafts were `verified`, what came of them is counted;
         where there are many requests, for a part of them."""
         if self._self_check is None:
             if verified and self._armed and not self.suspended:
-                self._turn += 1
-                for outcome in part_of(outcomes, self._turn):
+                self._num_steps += 1
+                for outcome in sample_of(outcomes, self._num_steps):
                     self._count(outcome, None)
             return outcomes
         outputs = list[RequestOutput]()
@@ -262,55 +257,59 @@ class Watchdog:
             self_check.tally.count(request_id, proposal, hit)
         if self_check is not None or not self._armed or self.suspended:
             return
-        for tally in (self._window, self._since):
+        for tally in (self._window, self._since_good):
             tally.count(request_id, proposal, hit)
-        if self._window.verified < WINDOW:
+        if self._window.verified < self.config.window_verifications:
             return
-        rate, self._window = self._window.rate, FirstDrafts()
-        good = rate >= max(LEAST, HALF * self.best_rate)
+        rate, self._window = self._window.rate, FirstDrafts(self.config)
+        good = rate >= max(self.config.min_rate, self.config.weak_rate_fraction * self.best_rate)
         self.best_rate = max(self.best_rate, rate)
-        self._doubt = (not good or self._worse) and self.best_rate >= self.min_acceptance
+        self._doubt = (not good or self._is_worse) and self.best_rate >= self.min_acceptance
         if good:
-            self._since, self._pause = FirstDrafts(), DOUBT_S
+            self._since_good, self._doubt_interval_s = FirstDrafts(self.config), self.config.doubt_interval_s
 
-    def _dead(self, tally: FirstDrafts) -> bool:
-        return tally.verified >= EVIDENCE and tally.rate < DEAD and len(tally.requests) >= REQUESTS
+    def _is_dead(self, tally: FirstDrafts) -> bool:
+        return (
+            tally.verified >= self.config.min_client_verifications
+            and tally.rate < self.config.min_rate
+            and len(tally.requests) >= self.config.min_client_requests
+        )
 
     def _decide(self, engine: EngineControl, tally: FirstDrafts) -> None:
         """What the engine's own requests say."""
         expected = max(self.health.start or 0.0, self.min_acceptance)
-        self._next = self.clock() + (self._back_off if self.suspended else self._pause)
-        if tally.verified < FEWEST:
+        self._next_s = self.clock() + (self._retry_interval_s if self.suspended else self._doubt_interval_s)
+        if not tally.is_enough:
             return
         if self.suspended:
-            if tally.rate >= HALF * expected:
+            if tally.rate >= self.config.weak_rate_fraction * expected:
                 self._recover(engine, tally)
             else:
-                self._back_off = min(2 * self._back_off, LONGEST_S)
-                self._next = self.clock() + self._back_off
+                self._retry_interval_s = min(2 * self._retry_interval_s, self.config.max_retry_interval_s)
+                self._next_s = self.clock() + self._retry_interval_s
                 log.info(
                     "drafting stays off: the first draft is accepted in %s verifications; next "
-                    "trial in %.0f s",
+                    "probe in %.0f s",
                     tally,
-                    self._back_off,
+                    self._retry_interval_s,
                 )
             return
         summary = (
             f"the first draft is accepted in {tally} verifications of a text where {100 * expected:.0f} "
             f"% are expected"
         )
-        if tally.rate < max(LEAST, SHARE * expected):
+        if tally.rate < max(self.config.min_rate, self.config.dead_rate_fraction * expected):
             self._suspend(f"{summary}: {tally.symptom}")
             return
-        self._pause = min(2 * self._pause, LONGEST_DOUBT_S)
-        self._doubt = tally.rate < HALF * expected
+        self._doubt_interval_s = min(2 * self._doubt_interval_s, self.config.retry_interval_s)
+        self._doubt = tally.rate < self.config.weak_rate_fraction * expected
         if not self._doubt:
             log.debug(
                 "clients' texts are hard to draft, the draft model works: its first draft is "
                 "accepted in %s verifications",
                 tally,
             )
-            if self._worse:
+            if self._is_worse:
                 log.warning(
                     "the draft model (%s) has recovered: its first draft is accepted in %s verifications",
                     self.drafter,
@@ -323,14 +322,16 @@ class Watchdog:
             )
 
     @property
-    def _worse(self) -> bool:
+    def _is_worse(self) -> bool:
         """It is weak, and was not at start."""
         return self.health.state == "weak" and (self.health.start or 0.0) >= self.min_acceptance
 
     def _suspend(self, reason: str) -> None:
-        self._back_off = BACK_OFF_S
-        self._next = self.clock() + self._back_off
-        self._report("suspended", f"{reason}; drafting is off and tried again in {self._back_off:.0f} s")
+        self._retry_interval_s = self.config.retry_interval_s
+        self._next_s = self.clock() + self._retry_interval_s
+        self._report(
+            "suspended", f"{reason}; drafting is off and tried again in {self._retry_interval_s:.0f} s"
+        )
 
     def _report(self, state: DraftState, reason: str) -> None:
         self.health.state, self.health.reason = state, reason
@@ -345,8 +346,12 @@ class Watchdog:
             tally,
         )
         self.health.state = "ok"
-        self._window, self._since, self._doubt = FirstDrafts(), FirstDrafts(), False
-        self._next, self._pause = 0.0, DOUBT_S
+        self._window, self._since_good, self._doubt = (
+            FirstDrafts(self.config),
+            FirstDrafts(self.config),
+            False,
+        )
+        self._next_s, self._doubt_interval_s = 0.0, self.config.doubt_interval_s
         # Its rows in pages that were computed meanwhile may be as bad as its drafts were, and what was
         # learned is void.
         engine.reset_prefix_cache()
@@ -356,14 +361,17 @@ class Watchdog:
     # ------------------------------------------------------------------------------ the engine's own requests
 
     def _begin(self, engine: EngineControl) -> SelfCheck:
-        self_check = self._self_check = SelfCheck(self.clock(), set())
-        length = min(TOKENS, engine.context_length - 1)
-        sampling = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True, seed=0, priority=FIRST)
-        for part in range(PARTS):
-            name = f"mtpserve self-check {part}"
+        self_check = self._self_check = SelfCheck(self.clock(), FirstDrafts(self.config))
+        length = min(self.config.self_check_tokens, engine.context_length - 1)
+        sampling = SamplingParams(
+            max_tokens=length, temperature=0, ignore_eos=True, seed=0, priority=MIN_PRIORITY
+        )
+        count = self.config.num_self_checks
+        for number in range(count):
+            name = f"mtpserve self-check {number}"
             self_check.ids.add(name)
             try:
-                engine.add(Request(name, [part * self.vocab // PARTS], sampling))
+                engine.add(Request(name, [number * self.vocab // count], sampling))
             except EngineBusy:
                 self_check.ids.discard(name)
         return self_check
