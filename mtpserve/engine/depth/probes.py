@@ -71,8 +71,8 @@ class DepthProbes:
         value: float,
         has_turn: bool,
     ) -> bool:
-        """A probe of `steps` steps begins, if the saved seconds pay for it. One out of turn
-        begins if they pay for two, or if no more is saved: enough must be left for the probe in turn."""
+        """→ whether a probe of `steps` steps begins: the saved seconds must pay for it. Out of turn it waits
+        until no more can be saved, unless it costs nothing. So enough is left for the probe in turn."""
         if steps > 1 and not self.measurable:
             return False
         drafts = self.model.shapes.drafts(depth)
@@ -95,7 +95,8 @@ class DepthProbes:
         total = steps * cost + first
         if steps == 1:
             self.max_saved_s = max(self.config.max_saved_probe_s, total)
-        if self.saved_s < (total if has_turn else max(total, self.max_saved_s)):
+        waits = not has_turn and total > 0
+        if self.saved_s < (max(total, self.max_saved_s) if waits else total):
             return False
         if steps == 1:
             self.saved_s -= max(cost + first, 0.0)
