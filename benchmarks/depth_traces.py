@@ -27,7 +27,7 @@ from mtpserve.engine.depth.step_shapes import StepShapes
 from mtpserve.engine.depth.watchdog import Watchdog
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.steps import RequestOutput, ScheduledStep
-from mtpserve.spec.sizes import draft_sizes
+from mtpserve.spec.sizes import spec_sizes
 
 PARTS = (0, 1, 0)  # the engines
 SETTLED = 2  # steps of a turn that are left out: the first ones verify the drafts of the turn before
@@ -89,7 +89,7 @@ def main() -> None:
         for path in (model, untrained(model, Path(name))):
             engines.append(engine_of(path, spec, args.requests))
             engines[-1].watchdog = Watchdog()  # its own requests would be among the steps, and suspend drafting
-            engines[-1].policy = Recorded(draft_sizes(spec, SchedulerConfig().step_tokens), DEPTH)
+            engines[-1].policy = Recorded(spec_sizes(spec, SchedulerConfig().step_tokens), DEPTH)
         parts = [recorded(engines[number], args.requests, args.turns, args.turn_seconds) for number in PARTS]
     for part in parts:
         steps, digits = part["microseconds"], [int(digit) for digit in str(part["accepted"])]

@@ -38,9 +38,9 @@ from mtpserve import LLM
 from mtpserve.cache.disk import DiskPages
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import root
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.scheduler import Scheduler
@@ -180,7 +180,7 @@ def planning(directory: Path) -> dict[str, Any]:
 
 def planned(length: int) -> tuple[Callable[[], float], Callable[[], float]]:
     """Seconds of planning and booking a step that decodes a request of so many tokens, and one that admits a short request beside it."""
-    device = SimulatedDevice(DraftSizes(steps=3, num_proposed=3, written=3), (0.8, 0.7, 0.6))
+    device = SimulatedDevice(SpecSizes(steps=3, num_proposed=3, written=3), (0.8, 0.7, 0.6))
     scheduler = device.limited(Scheduler)(PageGroups([None], [6000], 16, 512), max_running=8, token_budget=512, eos_ids=())
     numbers = count(1)
 

@@ -31,7 +31,7 @@ from train_heads import TOKEN_MAP
 
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.config.spec import MAX_ROWS
-from mtpserve.core.draft_sizes import DraftShape
+from mtpserve.core.spec_sizes import SpecShape
 from mtpserve.engine.startup.planning import describe
 from mtpserve.tools.bench.spec.bench_spec import SpecGrid, config_of, measure, named
 from mtpserve.tools.bench.spec.grid import PLAIN, SpecFigures, SpecLoad, as_row
@@ -61,11 +61,9 @@ class Arm:
                 made["speculative_token_map"] = str(tokens)
         return made
 
-    def shapes(self, depths: list[int]) -> list[DraftShape]:
-        chains = [DraftShape(depth, 1, depth) for depth in depths if depth <= self.deepest]
-        trees = [
-            DraftShape(*tree) for tree in TREES if self.parameters and tree[0] <= min(self.deepest, max(depths)) and tree[2] < MAX_ROWS
-        ]
+    def shapes(self, depths: list[int]) -> list[SpecShape]:
+        chains = [SpecShape(depth, 1, depth) for depth in depths if depth <= self.deepest]
+        trees = [SpecShape(*tree) for tree in TREES if self.parameters and tree[0] <= min(self.deepest, max(depths)) and tree[2] < MAX_ROWS]
         return chains + trees
 
 
@@ -124,7 +122,7 @@ class Row:
         return max(self.at(batch), key=lambda each: each.speedup)
 
 
-def label(shape: DraftShape) -> str:
+def label(shape: SpecShape) -> str:
     return f"k = {shape.steps}" if shape.topk == 1 else f"{shape.steps}/{shape.topk}/{shape.nodes}"
 
 

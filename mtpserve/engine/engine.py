@@ -32,12 +32,12 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import root
 from mtpserve.config import SchedulerConfig
 from mtpserve.config.drafters import MTP
-from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, QueueFull
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.protocols.runner import Launched, ModelRunner
 from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
+from mtpserve.core.spec_sizes import SpecShape
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import SpecChange, SpecReport
@@ -225,7 +225,7 @@ class Engine:
                 req.draft.acceptance_factor = 1.0
         return report(self.policy, self._draft_depth, self.stats)
 
-    def draft_with(self, shape: DraftShape) -> None:
+    def draft_with(self, shape: SpecShape) -> None:
         """From now on all requests are drafted for in this shape. Only while nothing runs; raises ConfigError
         for more than was built."""
         assert not self.has_work

@@ -25,7 +25,7 @@ from mtpserve_kernels.seats import reference
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Tree, VerifyOutput
-from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.runtime.transfer import upload, write
 
 # stop tokens of a request that the device looks for; one with more of them is ended by the host alone
@@ -56,7 +56,7 @@ class DeviceRequests:
     """
 
     def __init__(
-        self, seats: int, max_len: int, sizes: DraftSizes, vocab: int, page_size: int, device: torch.device,
+        self, seats: int, max_len: int, sizes: SpecSizes, vocab: int, page_size: int, device: torch.device,
         eos_ids: Collection[int] = (),
         spare_pages: Seq[int] = (0,), coupled: bool = False, in_flight: int = 0,
         kernels: RequestKernels = TORCH,

@@ -14,7 +14,7 @@ from mtpserve.cache.pool import FP8, SCALE_BYTES
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch.model import Attention, ModelArch, attention_kinds, page_groups, recurrent_kinds
 from mtpserve.core.errors import NoRoom
-from mtpserve.spec.sizes import draft_sizes
+from mtpserve.spec.sizes import spec_sizes
 
 CPU_FRACTION, GPU_FRACTION = 0.1, 0.85
 # as many states are kept as requests have, or as fit into a part of the pool's memory
@@ -284,12 +284,12 @@ def deferred_rows(config: EngineConfig, arch: ModelArch) -> int:
     """Deferred rows of each request. Layers with a window defer none, nor do chained ones: see
     engine/startup/assemble."""
     every = page_groups(arch.layers) == (None,) and not arch.features.chained
-    return draft_sizes(config.spec, config.scheduler.step_tokens).max_deferred_tokens if every else 0
+    return spec_sizes(config.spec, config.scheduler.step_tokens).max_deferred_tokens if every else 0
 
 
 def entries_of_nodes(config: EngineConfig, arch: ModelArch, sizes: TokenSizes) -> int:
     """Bytes of one request."""
-    nodes = draft_sizes(config.spec, config.scheduler.step_tokens).nodes
+    nodes = spec_sizes(config.spec, config.scheduler.step_tokens).nodes
     return nodes * sum(map(sizes.entry, attention_kinds(arch.layers)))
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch
-from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols.grammars import GrammarCompiler
 from mtpserve.core.protocols.models import Drafter
+from mtpserve.core.spec_sizes import SpecShape, SpecSizes
 from mtpserve.runtime.admissions import admitted, seat, start_states
 from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.graphs.prompt_rows import Prompts
@@ -76,7 +76,7 @@ class Runner:
         self.last: tuple[Seq[RunnerRequest], SamplingFeatures] = (), SamplingFeatures()
         self.captured: dict[Drafter, StepGraphs] = {}  # with `reshape`: of each drafter that was used
 
-    def reshape(self, shape: DraftShape) -> None:
+    def reshape(self, shape: SpecShape) -> None:
         """Steps that were captured are kept, for the next time that this shape is wanted."""
         assert self.drafters is not None
         drafter = self.drafters.of(shape)
@@ -96,7 +96,7 @@ class Runner:
         """Nothing is held but memory."""
 
     @property
-    def sizes(self) -> DraftSizes:
+    def sizes(self) -> SpecSizes:
         return self.drafter.sizes
 
     @property
@@ -169,11 +169,8 @@ class Runner:
     def replayable(self, span: Span) -> bool:
         """Among others that decode."""
         _, plan, request = span
-        return (
-            plan.num_tokens == 1
-            and self.is_plain(plan, request)
-            and not is_first(plan, request, self.drafter.lag)
-        )
+        first = is_first(plan, request, self.drafter.lag)
+        return plan.num_tokens == 1 and not first and self.is_plain(plan, request)
 
     def ends_prompt(self, span: Span) -> bool:
         """It can be replayed among prompts. One that does not end yet has no pages where drafts would be
@@ -181,22 +178,12 @@ class Runner:
         _, plan, request = span
         scored = request.sampling.prompt_logprobs is not None
         stored = plan.start >= request.new_request.num_shared_tokens
-        return (
-            plan.num_draft_tokens == 0
-            and not plan.defers_kv
-            and stored
-            and not scored
-            and self.is_plain(plan, request)
-        )
+        new_rows = plan.num_draft_tokens == 0 and not plan.defers_kv and stored
+        return new_rows and not scored and self.is_plain(plan, request)
 
     def is_plain(self, plan: SpanPlan, request: RunnerRequest) -> bool:
-        plain = (
-            request.plain
-            and request.sampling.logprobs is None
-            and not request.has_rules
-            and not self.processors
-        )
-        return plan.samples and plain
+        rules = request.has_rules or self.processors or request.sampling.logprobs is not None
+        return plan.samples and request.plain and not rules
 
     def run(self, spans: Seq[Span], draft_depth: int) -> RunnerOutput:
         _, plans, requests = zip(*spans, strict=True)

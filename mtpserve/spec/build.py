@@ -12,9 +12,9 @@ from mtpserve.config import SpecConfig
 from mtpserve.config.drafters import DRAFTERS
 from mtpserve.core.arch.model import Features
 from mtpserve.core.batch import Batch, Drafts, Hidden, VerifyOutput
-from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols.models import Drafter, DraftModel, Trunk
+from mtpserve.core.spec_sizes import SpecShape, SpecSizes
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.spec.draft.chain import ChainDrafter
 from mtpserve.spec.draft.combined import CombinedDrafter
@@ -22,7 +22,7 @@ from mtpserve.spec.draft.ngram import NGramDrafter
 from mtpserve.spec.draft.passes import DraftPasses
 from mtpserve.spec.draft.propose import ReducedHead
 from mtpserve.spec.draft.tree import TreeDrafter
-from mtpserve.spec.sizes import coupled, draft_sizes
+from mtpserve.spec.sizes import coupled, spec_sizes
 
 log = logging.getLogger(__name__)
 
@@ -31,26 +31,24 @@ class DraftersByShape:
     """Drafters over one draft model, made when they are asked for: none needs more room than `largest`, which
     the engine was built with."""
 
-    def __init__(
-        self, spec: SpecConfig, budget: int, passes: DraftPasses | None, largest: DraftSizes
-    ) -> None:
+    def __init__(self, spec: SpecConfig, budget: int, passes: DraftPasses | None, largest: SpecSizes) -> None:
         self.spec, self.budget, self.passes, self.largest = spec, budget, passes, largest
-        self.drafters: dict[DraftShape, Drafter] = {}
+        self.drafters: dict[SpecShape, Drafter] = {}
 
-    def of(self, shape: DraftShape) -> Drafter:
+    def of(self, shape: SpecShape) -> Drafter:
         """Returns the drafter of a shape; without steps it drafts as if no draft model had been loaded.
         Raises ConfigError for more than the engine was built with."""
         if shape not in self.drafters:
             self.drafters[shape] = self.make(shape) if shape.steps else NullDrafter()
         return self.drafters[shape]
 
-    def make(self, shape: DraftShape) -> Drafter:
+    def make(self, shape: SpecShape) -> Drafter:
         spec = replace(
             self.spec,
             speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk,
             speculative_num_draft_tokens=shape.nodes + 1,
         )  # fmt: skip
-        sizes = draft_sizes(spec, self.budget)
+        sizes = spec_sizes(spec, self.budget)
         sizes = replace(
             sizes,
             free=min(sizes.free, self.largest.free),
@@ -64,7 +62,7 @@ class DraftersByShape:
 class NullDrafter:
     """No drafts: with this drafter a step is ordinary decoding."""
 
-    sizes = DraftSizes()
+    sizes = SpecSizes()
     features, lag = Features(), None
     coupled = False
     graph_safe = True
@@ -95,7 +93,7 @@ def make_draft_model(spec: SpecConfig, trunk: Trunk) -> DraftModel | None:
     return None if spec.drafter is None else DRAFTERS.get(spec.drafter).build(trunk)
 
 
-def make_drafter(spec: SpecConfig, sizes: DraftSizes, passes: DraftPasses | None) -> Drafter:
+def make_drafter(spec: SpecConfig, sizes: SpecSizes, passes: DraftPasses | None) -> Drafter:
     """A chain from one draft model alone is sampled and verified by rejection with its q, which accepts most;
     together with other sources, and in a tree, drafts are point masses coupled to the target's noise
     (spec/verify/accept). `passes` None: no model drafts."""

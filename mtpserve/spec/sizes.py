@@ -1,21 +1,21 @@
-"""The core.draft_sizes.DraftSizes of given options."""
+"""The core.spec_sizes.SpecSizes of given options."""
 
 from __future__ import annotations
 
 from mtpserve.config import SpecConfig
 from mtpserve.config.drafters import BLOCKS
-from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.spec_sizes import SpecSizes
 
 DEFERRED = 64  # rows of a request that are absorbed at once, where nothing is drafted
 # drafts per request in addition to the algorithm's: what a grammar forces, or a client predicts
 FREE_DRAFTS = 8
 
 
-def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:
+def spec_sizes(spec: SpecConfig, budget: int) -> SpecSizes:
     """`budget`: rows of a step, which must be enough for all drafts of one request."""
     if spec.steps == 0:
-        return DraftSizes()
-    return DraftSizes(
+        return SpecSizes()
+    return SpecSizes(
         steps=spec.steps,
         num_proposed=spec.nodes,
         # A tree's frontiers, topk nodes each, occupy consecutive slots.

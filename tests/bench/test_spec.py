@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 
 from mtpserve.config import SpecConfig
-from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.spec_sizes import SpecShape
 from mtpserve.engine.engine import Engine
 from mtpserve.tools.bench.spec import bench_spec, grid
 from mtpserve.tools.bench.spec.grid import PLAIN, SpecFigures, SpecLoad, Window
 from mtpserve.tools.bench.spec.measure import SpecBench
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
-SHAPES = [DraftShape(1, 1, 1), DraftShape(3, 1, 3), DraftShape(2, 2, 3), DraftShape(3, 2, 6), DraftShape(2, 4, 9)]
+SHAPES = [SpecShape(1, 1, 1), SpecShape(3, 1, 3), SpecShape(2, 2, 3), SpecShape(3, 2, 6), SpecShape(2, 4, 9)]
 ONE, FOUR = SpecLoad(1, 0.0), SpecLoad(4, 0.0)
 
 
-def built(shape: DraftShape, **options: Any) -> SpecConfig:
+def built(shape: SpecShape, **options: Any) -> SpecConfig:
     return SpecConfig(speculative_algorithm="MTP", **grid.options(shape), **options)
 
 
-def engine_for(shapes: list[DraftShape], **options: Any) -> Engine:
+def engine_for(shapes: list[SpecShape], **options: Any) -> Engine:
     return tiny_engine(tiny_model(), built(grid.largest(shapes)), **options)
 
 
@@ -53,8 +53,8 @@ def test_each_shape_drafts_as_an_engine_of_its_own(temperature: float) -> None:
 
 
 def test_what_is_larger_than_the_engine_is_refused() -> None:
-    one = engine_for([DraftShape(2, 2, 4)])
-    for shape in (DraftShape(5, 1, 5), DraftShape(2, 4, 5), DraftShape(2, 2, 5)):
+    one = engine_for([SpecShape(2, 2, 4)])
+    for shape in (SpecShape(5, 1, 5), SpecShape(2, 4, 5), SpecShape(2, 2, 5)):
         with pytest.raises(ConfigError, match="more than the engine was built for"):
             one.draft_with(shape)
     assert len(run(one, [[1, 2]], SamplingParams(max_tokens=4, temperature=0))[0]) == 4
@@ -114,7 +114,7 @@ def test_s_and_m() -> None:
 
 
 def test_the_best_line() -> None:
-    def made(shape: DraftShape, load: SpecLoad, speedup: float) -> SpecFigures:
+    def made(shape: SpecShape, load: SpecLoad, speedup: float) -> SpecFigures:
         return SpecFigures(shape, load, 2.0, 0.01, {}, 200.0, speedup, None)
 
     all = [made(SHAPES[0], ONE, 1.4), made(SHAPES[3], ONE, 1.6), made(SHAPES[2], ONE, 1.6), made(SHAPES[1], FOUR, 1.01)]
@@ -130,14 +130,14 @@ def test_the_best_line() -> None:
 
 def test_shapes() -> None:
     made, skipped = grid.shapes([1, 3], [1, 2], None)
-    assert made == [DraftShape(1, 1, 1), DraftShape(3, 1, 3), DraftShape(1, 2, 2), DraftShape(3, 2, 6)] and not skipped
+    assert made == [SpecShape(1, 1, 1), SpecShape(3, 1, 3), SpecShape(1, 2, 2), SpecShape(3, 2, 6)] and not skipped
     made, skipped = grid.shapes([1, 3], [1, 2], [3, 5, 60])
-    assert made == [DraftShape(1, 1, 1), DraftShape(3, 1, 3), DraftShape(1, 2, 2), DraftShape(3, 2, 2), DraftShape(3, 2, 4)]
+    assert made == [SpecShape(1, 1, 1), SpecShape(3, 1, 3), SpecShape(1, 2, 2), SpecShape(3, 2, 2), SpecShape(3, 2, 4)]
     assert len(skipped) == 3 and skipped[0] == "1 steps, topk 2, 5 draft tokens: such a tree has 2 nodes, beside the last token"
     assert "at most 55 of its 392 nodes" in grid.shapes([7, 1], [8], [4, 57])[1][0]
     with pytest.raises(ConfigError, match="can be: 1 steps, topk 2, 9 draft tokens"):
         grid.shapes([1], [2], [9])
-    assert grid.largest(made) == DraftShape(3, 2, 4)
+    assert grid.largest(made) == SpecShape(3, 2, 4)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mtpserve.core.batch import Source
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import NOT_FINITE, NewRequest, SpanPlan, SpanResult, StepPlan, StepResult, Transfer, Transferred
+from mtpserve.core.spec_sizes import SpecSizes
 
 
 def draw(*key: object, below: int) -> int:
@@ -110,7 +110,7 @@ class FakeRunner:
         accuracy: float = 0.7, seed: int = 0, noisy: bool = False,
     ) -> None:  # fmt: skip
         self.max_drafts = max_drafts
-        self.sizes = DraftSizes(steps=max_drafts, num_proposed=max_drafts, written=max_drafts)
+        self.sizes = SpecSizes(steps=max_drafts, num_proposed=max_drafts, written=max_drafts)
         self.page_size = page_size
         self.vocab = vocab
         self.accuracy = accuracy

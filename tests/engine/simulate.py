@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from mtpserve.cache.groups import PageGroups
-from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.queue import SchedulingPolicy
 from mtpserve.spec.curves import CURVES, conditional
@@ -35,7 +35,7 @@ def simulate(
     """To the end, with everything checked once in `every` steps. `host`, `disk`: pages below the device; each takes `page_time` to move."""
     counts = (pages,) if isinstance(pages, int) else pages
     groups = PageGroups(windows, counts, page_size, budget)
-    sizes = DraftSizes(steps=steps, num_proposed=steps, written=steps)
+    sizes = SpecSizes(steps=steps, num_proposed=steps, written=steps)
     device = SimulatedDevice(sizes, conditional(CURVES["glm-5.2-mtp"])[:steps], seed)
     files = None if disk is None else SimulatedDisk(disk)
     kv_connector = None if host is None else KVConnector(groups, [host] * len(counts), files)

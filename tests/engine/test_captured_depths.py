@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import SpanPlan, StepPlan
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.engine.depth.step_shapes import StepShapes, StepWork
 from mtpserve.engine.depth.step_times import StepTimes
 from mtpserve.tools.simulate.costs import StepCost
@@ -21,7 +21,7 @@ from tests.runtime.recorders import Again
 from tests.runtime.test_graphs import TREE
 from tests.tiny import tiny_engine, tiny_model
 
-CHAIN = DraftSizes(steps=DEEP, num_proposed=DEEP, written=DEEP)
+CHAIN = SpecSizes(steps=DEEP, num_proposed=DEEP, written=DEEP)
 # An H100 with 475 million parameters in 36 layers, and a thirty-seventh that drafts.
 PLAIN = StepCost(overhead=0.004, row=5e-6)
 COST = replace(PLAIN, draft_pass=0.00015, extend=0.0001)
@@ -71,7 +71,7 @@ def test_a_captured_step_has_the_rows_and_passes_of_its_graph() -> None:
 
 
 def test_a_captured_tree_is_there_or_not() -> None:
-    shapes = StepShapes(DraftSizes(steps=2, num_proposed=6, written=6, trees=True), (2,))
+    shapes = StepShapes(SpecSizes(steps=2, num_proposed=6, written=6, trees=True), (2,))
     assert [*shapes.depths(2)] == [0, 2] and shapes.work([sequence(0)], 3, 2)[:3] == (1, 7, 2)
     plan = StepPlan([SpanPlan(0, 10, 1, 6, True, True)], 0)
     assert shapes.plan_work(plan, [sequence(0)])[0][:3] == (1, 7, 2), "more drafts than it is deep"

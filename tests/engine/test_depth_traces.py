@@ -17,7 +17,7 @@ from mtpserve.engine.depth.policy import DepthPolicy
 from mtpserve.engine.depth.step_shapes import StepWork
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.steps import ScheduledStep
-from mtpserve.spec.sizes import draft_sizes
+from mtpserve.spec.sizes import spec_sizes
 from mtpserve.tools.simulate.costs import StepCost
 from mtpserve.tools.simulate.simulated import SimulatedDevice
 from mtpserve.tools.simulate.simulator import Simulation
@@ -95,7 +95,7 @@ class Ran(NamedTuple):
 def run(path: Path, order: int, depth: int, adaptive: bool = False) -> Ran:
     trace = Trace(path, order)
     spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=depth) if depth else SpecConfig(speculative_algorithm="none")
-    device = RecordedDevice(draft_sizes(spec, BUDGET))
+    device = RecordedDevice(spec_sizes(spec, BUDGET))
     device.trace = trace
     policy, depths = None, list[int]()
     if adaptive:

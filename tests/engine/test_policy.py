@@ -12,17 +12,18 @@ import pytest
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.config import SpecConfig
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import SpanPlan, StepPlan
 from mtpserve.core.request import Proposal, Request
 from mtpserve.core.sampling import SamplingParams, Speculation
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.core.stats.reports import SpecChange
-from mtpserve.engine.depth.policy import EVERY, DepthPolicy
-from mtpserve.engine.depth.step_times import StepWork
+from mtpserve.engine.depth.depth_config import CONFIG
+from mtpserve.engine.depth.policy import DepthPolicy
+from mtpserve.engine.depth.step_shapes import StepWork
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.steps import RequestOutput, ScheduledStep
-from mtpserve.spec.sizes import draft_sizes
+from mtpserve.spec.sizes import spec_sizes
 from mtpserve.tools.simulate.costs import PROFILES, ModelShape, StepCost
 from mtpserve.tools.simulate.simulated import SimulatedDevice
 from mtpserve.tools.simulate.simulator import Simulation
@@ -48,7 +49,7 @@ def run(
 ) -> Ran:  # fmt: skip
     """`change`: rates of acceptance by the time. `see`: is called with each step that is planned. `captured`, `apart`: the policy's."""
     spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=depth) if depth else SpecConfig(speculative_algorithm="none")
-    device = SimulatedDevice(draft_sizes(spec, BUDGET), rates, seed=1)
+    device = SimulatedDevice(spec_sizes(spec, BUDGET), rates, seed=1)
     policy = measured(device.sizes, batch, cost, captured, apart) if adaptive else None
     pages, depths = PageGroups([None], [20_000], 16, BUDGET), list[int]()
     scheduler = device.limited(Scheduler)(pages, max_running=batch, token_budget=BUDGET, eos_ids=(), apart=apart)
@@ -65,7 +66,7 @@ def run(
     return Ran(result.output_tokens / result.seconds, policy, depths)
 
 
-def measured(sizes: DraftSizes, batch: int, cost: StepCost, captured: Seq[int] = (), apart: bool = False) -> DepthPolicy:
+def measured(sizes: SpecSizes, batch: int, cost: StepCost, captured: Seq[int] = (), apart: bool = False) -> DepthPolicy:
     """As the engine does at start."""
     policy = DepthPolicy(sizes, sizes.steps, captured, apart)
     for requests in [*(1 << i for i in range((batch - 1).bit_length())), batch]:
@@ -210,8 +211,8 @@ def test_it_follows_the_text_by_itself(before: Seq[float], after: Seq[float]) ->
 
 
 @pytest.mark.parametrize("slower", [1, 10])
-def test_many_requests_are_tried_though_times_are_not(slower: int) -> None:
-    """To time drafts of 128 requests would cost more than trials may. A few requests are drafted for, so that drafting comes back."""
+def test_many_requests_are_probed_though_times_are_not(slower: int) -> None:
+    """To time drafts of 128 requests would cost more than probes may. A few requests are drafted for, so that drafting comes back."""
     cost = StepCost(overhead=0.3 * slower, row=0.0003 * slower, draft_pass=0.002 * slower)
     ran = run(texts(128, 1000), 128, cost, DEEP, NEVER, adaptive=True, change=lambda now: NEVER if now < 60 * slower else DEMO)
     assert ran.depths[100:150].count(0) > 45 and ran.depths[-50:].count(0) == 0
@@ -225,7 +226,7 @@ def test_it_does_not_oscillate() -> None:
     assert ran.policy.probes.count <= len(ran.depths) / CONFIG.min_steps_between_changes
 
 
-def test_trials_cost_little() -> None:
+def test_probes_cost_little() -> None:
     _, cost = costs("h100")
     never = run(texts(1, 3000), 1, cost, DEEP, NEVER, adaptive=True)
     plain = run(texts(1, 3000), 1, cost, 0)
@@ -236,7 +237,7 @@ def test_trials_cost_little() -> None:
 def depths_beside_prompts(cost: StepCost, rate: float, seconds: float, more: float) -> tuple[DepthPolicy, list[int]]:
     """Of 1000 steps of so many `seconds`, with four requests and 400 rows of a prompt. `more`: of a step with drafts."""
     reqs, random, depths = [sequence(i) for i in range(4)], Random(0), list[int]()
-    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 4, cost)
+    policy = measured(SpecSizes(steps=3, num_proposed=3, written=3), 4, cost)
     for req in reqs * 60:
         policy.verified(req, 3, [1] if random.random() < rate else [])
     for _ in range(1000):
@@ -247,17 +248,17 @@ def depths_beside_prompts(cost: StepCost, rate: float, seconds: float, more: flo
     return policy, depths
 
 
-def test_a_trial_that_goes_on_costs_what_it_costs() -> None:
-    """Steps with drafts take longer than expected: a trial ends early, and the next one waits until as much was saved again."""
+def test_a_probe_that_goes_on_costs_what_it_costs() -> None:
+    """Steps with drafts take longer than expected: a probe ends early, and the next one waits until as much was saved again."""
     policy, depths = depths_beside_prompts(StepCost(overhead=0.1, row=0.0001, draft_pass=0.004), 0.0, 0.3, 0.06)
     lost = 0.06 * sum(depth > 0 for depth in depths)
     assert policy.probes.count > 3 and lost < 0.01 * (1000 * 0.3 + lost), (policy.probes.count, lost)
 
 
-def test_a_prompt_that_took_less_than_expected_does_not_pay_for_trials() -> None:
-    """The first prompts seemed to take 0.2 seconds for their rows; those that come in the middle of trials add nothing."""
+def test_a_prompt_that_took_less_than_expected_does_not_pay_for_probes() -> None:
+    """The first prompts seemed to take 0.2 seconds for their rows; those that come in the middle of probes add nothing."""
     cost, reqs = StepCost(overhead=0.1, row=0.0001, draft_pass=0.001), [sequence(i) for i in range(4)]
-    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 4, cost)
+    policy = measured(SpecSizes(steps=3, num_proposed=3, written=3), 4, cost)
     for _ in range(20):
         policy.times.observe_prompts(StepWork(4, 4, 0), 400, 0.3)
     for req in reqs * 60:
@@ -282,21 +283,21 @@ def test_nothing_is_timed_where_prompts_take_most_of_each_step() -> None:
 @pytest.mark.parametrize(
     ("before", "accepted", "at_once"), [(0, [1], True), (0, [0], False), (1, [1] * 8, True), (1, [1] + [0] * 7, False)]
 )
-def test_a_trial_with_much_more_accepted_than_expected_is_followed_by_the_next_one(before: int, accepted: list[int], at_once: bool) -> None:
+def test_a_probe_with_much_more_accepted_than_expected_is_followed_by_the_next_one(before: int, accepted: list[int], at_once: bool) -> None:
     """`before`: how many of ten drafts were accepted until now. Of many requests some are always lucky."""
-    cost, reqs, trials = StepCost(overhead=0.01, row=0.0004, draft_pass=0.003), [sequence(i) for i in range(len(accepted))], list[int]()
-    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), len(reqs), cost)
+    cost, reqs, probes = StepCost(overhead=0.01, row=0.0004, draft_pass=0.003), [sequence(i) for i in range(len(accepted))], list[int]()
+    policy = measured(SpecSizes(steps=3, num_proposed=3, written=3), len(reqs), cost)
     for step in range(100):
         for req in reqs:
             policy.verified(req, 3, [1] * (step % 10 < before))
     for step in range(2000):
         begun, depth = policy.probes.count, policy.choose(reqs)
-        trials += [step] * (policy.probes.count - begun)
+        probes += [step] * (policy.probes.count - begun)
         plan = StepPlan([SpanPlan(req_idx, 10, 1, 0, True, True, req.draft.max_draft_tokens) for req_idx, req in enumerate(reqs)], depth)
         policy.stepped(ScheduledStep(plan, reqs), depth, cost.seconds(len(reqs), 10, 10, depth))
         verified = [(req, count) for req, count in zip(reqs, accepted, strict=True) if depth and req.draft.max_draft_tokens]
         policy.learn([RequestOutput(req, [], proposal=Proposal([0] * depth, path=[1] * count)) for req, count in verified])
-    assert len(trials) > 3 and (min(after - first for first, after in pairwise(trials)) < CONFIG.min_steps_between_changes) == at_once
+    assert len(probes) > 3 and (min(after - first for first, after in pairwise(probes)) < CONFIG.min_steps_between_changes) == at_once
 
 
 @pytest.mark.parametrize(("forced", "least", "most"), [(0, 9_900, 10_000), (None, 150, 250)])
@@ -304,7 +305,7 @@ def test_each_short_step_is_learned_at_start_and_some_while_serving(
     forced: int | None, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 10,000. One in fifty takes six times as long, and not more of those that are learned do."""
-    policy, reqs, random, learned = DepthPolicy(DraftSizes(steps=3, num_proposed=3, written=3), 0), [sequence(0)], Random(0), list[float]()
+    policy, reqs, random, learned = DepthPolicy(SpecSizes(steps=3, num_proposed=3, written=3), 0), [sequence(0)], Random(0), list[float]()
     monkeypatch.setattr(policy.times, "observe", lambda work, seconds, noise: learned.append(seconds))
     policy.forced_depth, plan = forced, StepPlan([SpanPlan(0, 10, 1, 0, True, True)], 0)
     for _ in range(10_000):
@@ -324,7 +325,7 @@ def test_what_guesses_nothing_is_soon_not_drafted_for() -> None:
 
 
 def test_each_depth_is_measured_with_all_requests() -> None:
-    """More than those whose drafts a trial of one step looks at."""
+    """More than those whose drafts a probe of one step looks at."""
     batch = 32
     policy = run(texts(batch, 1200), batch, costs("h100")[1], DEEP, (0.2, 0.2, 0.2), adaptive=True).policy
     assert policy is not None
@@ -338,7 +339,7 @@ def sequence(number: int, depth: int | None = None) -> RequestState:
 
 def test_the_likeliest_drafts_come_first() -> None:
     """Two requests whose drafts are accepted and two whose are not, where each further row costs a tenth of the step."""
-    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 4, StepCost(overhead=0.01, row=0.001))
+    policy = measured(SpecSizes(steps=3, num_proposed=3, written=3), 4, StepCost(overhead=0.01, row=0.001))
     reqs = [sequence(i) for i in range(4)]
     for _ in range(60):
         for i, req in enumerate(reqs):
@@ -349,7 +350,7 @@ def test_the_likeliest_drafts_come_first() -> None:
 
 def test_a_depth_without_drafts_is_never_chosen() -> None:
     """However cheap its passes seem to be."""
-    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 2, StepCost(overhead=0.01, row=0.001))
+    policy = measured(SpecSizes(steps=3, num_proposed=3, written=3), 2, StepCost(overhead=0.01, row=0.001))
     reqs = [sequence(0), sequence(1)]
     for depth in (1, 2, 3):
         policy.times.observe(StepWork(2, 2, depth), 0.001)
@@ -362,7 +363,7 @@ def test_a_depth_without_drafts_is_never_chosen() -> None:
 
 
 def test_a_request_may_want_less() -> None:
-    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 2, StepCost(overhead=0.01))
+    policy = measured(SpecSizes(steps=3, num_proposed=3, written=3), 2, StepCost(overhead=0.01))
     reqs = [sequence(0), sequence(1, depth=1)]
     assert policy.choose(reqs) == 3 and [req.draft.max_draft_tokens for req in reqs] == [3, 1]
     policy.max_depth = 2
@@ -374,7 +375,7 @@ def test_a_request_may_want_less() -> None:
 
 
 def test_what_is_set_counts_from_the_next_step() -> None:
-    policy = measured(DraftSizes(steps=3, num_proposed=3, written=3), 2, StepCost(overhead=0.01))
+    policy = measured(SpecSizes(steps=3, num_proposed=3, written=3), 2, StepCost(overhead=0.01))
     reqs = [sequence(0), sequence(1)]
     assert policy.choose(reqs) == 3 and policy.state.tokens_per_second == policy.choice.value > 0
     policy.set(SpecChange(num_steps=1))
@@ -393,8 +394,7 @@ def test_what_is_set_counts_from_the_next_step() -> None:
 
 
 def test_a_tree_gets_as_many_nodes_as_pay() -> None:
-    policy = measured(DraftSizes(steps=3, num_proposed=8, written=8, trees=True), 1, StepCost(overhead=0.01, row=0.0004))
-    req = sequence(0)
+    policy, req = measured(SpecSizes(steps=3, num_proposed=8, written=8, trees=True), 1, StepCost(overhead=0.01, row=0.0004)), sequence(0)
     for i in range(300):
         policy.verified(req, 8, [1, 3, 6] if i % 3 else [2])
     assert policy.choose([req]) == 3 and req.draft.max_draft_tokens == 6  # no node after the sixth was ever accepted

@@ -24,12 +24,12 @@ from mtpserve.config import (
     SchedulerConfig,
     SpecConfig,
 )
-from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError, EngineDead
 from mtpserve.core.kv_transfer import PageOffer, PageSource
 from mtpserve.core.plan import SpanResult, StepPlan, StepResult, Transfer, Transferred
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
+from mtpserve.core.spec_sizes import SpecShape
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.parallel import ranks as ranks_module
 from mtpserve.engine.parallel.ranks import EveryRank, TransfersOfEach, plan_of_each
@@ -133,7 +133,7 @@ def test_without_shared_memory_and_with_few_pages(monkeypatch: pytest.MonkeyPatc
         assert {name: heard.tokens for name, heard in hear(engine, requests()).items()} == expected
         assert engine.stats.preemptions_total > 0 and "by gloo" in engine.card.kernels
         for each in (alone, engine):
-            each.draft_with(DraftShape(1, 1, 1))
+            each.draft_with(SpecShape(1, 1, 1))
         assert hear(engine, requests("1"))["greedy1"].tokens == expected["greedy"]
 
 

@@ -18,8 +18,7 @@ from mtpserve.engine.process import affinity, replicas
 from mtpserve.engine.process.replicas import MAX_LOST_ENGINES, Replicas
 from mtpserve.engine.process.totals import total
 
-DEADLY = 666  # a prompt with this token kills its engine
-REPORT = SpecReport(3, None, None, StepCosts(), [], [], [])
+DEADLY, REPORT = 666, SpecReport(3, None, None, StepCosts(), [], [], [])  # a prompt with the token DEADLY kills its engine
 
 
 class Local:

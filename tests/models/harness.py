@@ -12,10 +12,10 @@ from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.arch.model import Features, attention_kinds, page_groups, recurrent_kinds
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import NewPages, NewRequest
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.engine.startup.assemble import recur_of, trunk_attention
 from mtpserve.engine.startup.planning import describe, load_model
 from mtpserve.engine.startup.storage import Storage
@@ -28,7 +28,7 @@ from mtpserve.runtime.sampling.rules import LogitRules
 from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SIZES = DraftSizes(steps=4, num_proposed=4, written=4)
+SIZES = SpecSizes(steps=4, num_proposed=4, written=4)
 
 
 class Harness:

@@ -26,7 +26,7 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.startup.assemble import KERNELS, EngineOptions, EngineSizes, assemble
-from mtpserve.spec.sizes import draft_sizes
+from mtpserve.spec.sizes import spec_sizes
 from tests.grammars import TokenGrammar
 
 VOCAB, EOS = 6, 5
@@ -103,7 +103,7 @@ def table_engine(
 ) -> Engine:
     model: Any = TableModel()
     budget = max(seats * 8, 64)
-    lookahead = draft_sizes(spec, budget).num_lookahead_tokens(0)
+    lookahead = spec_sizes(spec, budget).num_lookahead_tokens(0)
     with BACKENDS.extended("none", "tests.parity.table:NoAttention"), pytest.MonkeyPatch.context() as patch:
         patch.setitem(KERNELS, "none", kernels())
         engine = assemble(

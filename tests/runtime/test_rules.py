@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, inf
 
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import NewRequest
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.runner_request import RunnerRequest
@@ -30,7 +30,7 @@ class Rows:
     """The rules of some requests, as a step has them."""
 
     def __init__(self, *requests: RunnerRequest) -> None:
-        self.seats = DeviceRequests(SEATS, 16, DraftSizes(), VOCAB, 16, CPU, (EOS,))
+        self.seats = DeviceRequests(SEATS, 16, SpecSizes(), VOCAB, 16, CPU, (EOS,))
         self.rules = LogitRules(self.seats, SEATS + 1, VOCAB, (EOS,), (), CPU)
         self.sampling = SamplingState(SEATS, self.rules, CPU)
         self.admit(*requests)

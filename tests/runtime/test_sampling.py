@@ -13,10 +13,10 @@ from mtpserve_kernels.noise import STREAMS
 from scipy import stats
 from torch import Tensor
 
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import NewRequest
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.runner_request import RunnerRequest
@@ -31,7 +31,7 @@ class Seated:
     """Requests with these parameters, one in each seat."""
 
     def __init__(self, params: Seq[SamplingParams], seeds: Seq[int] | None = None) -> None:
-        req_tensors = DeviceRequests(len(params), 10, DraftSizes(), 2, 16, CPU)
+        req_tensors = DeviceRequests(len(params), 10, SpecSizes(), 2, 16, CPU)
         self.sampling = SamplingState(len(params), LogitRules(req_tensors, len(params), 2, (), (), CPU), CPU)
         each = enumerate(zip(params, range(len(params)) if seeds is None else seeds, strict=True))
         self.records = [RunnerRequest(NewRequest(i, Request(str(i), [0], asked, seed=seed), [], 0, 10)) for i, (asked, seed) in each]

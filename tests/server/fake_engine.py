@@ -13,10 +13,10 @@ from dataclasses import replace
 from mtpserve.cli.launch import parser
 from mtpserve.cli.options import parsed_values, settings
 from mtpserve.config import EngineConfig
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, MTPServeError, QueueFull
 from mtpserve.core.request import Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import SpecChange, SpecReport
 from mtpserve.engine.depth.policy import DepthPolicy, report
@@ -34,7 +34,7 @@ class FakeEngine:
         self.card = ModelCard(name, VOCAB, CONTEXT, (1,), STEPS, page_size=16)
         self.stats = EngineStats(pages_total=PAGES, draft_tokens_per_position=[0, 0], accepted_tokens_per_position=[0, 0])
         self.stats.accept_lengths, self.stats.steps_per_depth = [0, 0, 0], [0, 0, 0]
-        self.policy: DepthPolicy | None = DepthPolicy(DraftSizes(steps=STEPS, num_proposed=STEPS, written=STEPS), STEPS)
+        self.policy: DepthPolicy | None = DepthPolicy(SpecSizes(steps=STEPS, num_proposed=STEPS, written=STEPS), STEPS)
         self.stats.depths = self.policy.state
         self.pause = pause
         self.live: dict[str, tuple[Request, int]] = {}

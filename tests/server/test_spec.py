@@ -13,7 +13,7 @@ import pytest
 from mtpserve.config import ServerConfig
 from mtpserve.core.stats.engine_stats import DepthState, EngineStats
 from mtpserve.core.stats.reports import SpecChange, SpecReport
-from mtpserve.engine.depth.step_times import StepWork, bucket, middle
+from mtpserve.engine.depth.step_shapes import StepWork, bucket, middle
 from mtpserve.server import spec
 from mtpserve.server.app import create_app
 from mtpserve.server.observe.report import line

@@ -11,10 +11,10 @@ from scipy import stats
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, VerifyOutput
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import NewRequest
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.rules import LogitRules
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def batch_of(drafts: Tensor, vocab: int, temperature: float, q: Tensor | None = None, count: Tensor | None = None) -> Batch:
     """drafts [R, K] of R requests with one committed token in the batch each; q [K, vocabulary] for all, or [R, K, vocabulary]."""
     rounds, k = drafts.shape
-    req_tensors = DeviceRequests(rounds, LENGTH + 1, DraftSizes(steps=k, num_proposed=k, written=k), vocab, 16, CPU)
+    req_tensors = DeviceRequests(rounds, LENGTH + 1, SpecSizes(steps=k, num_proposed=k, written=k), vocab, 16, CPU)
     req_tensors.num_tokens.fill_(LENGTH)
     if q is not None and k:
         req_tensors.draft_probs[:rounds] = q

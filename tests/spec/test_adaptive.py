@@ -47,7 +47,7 @@ def erratic(engine: Engine, seed: int, calm: int = 0) -> Engine:
             return choose(seqs)
         for seq in seqs:
             seq.draft.max_draft_tokens = dice.choice([None, *range(policy.sizes.num_proposed + 1)])
-        return dice.randint(0, policy.deepest)
+        return dice.randint(0, policy.max_depth)
 
     policy.choose = chosen  # type: ignore[method-assign]
     return engine
@@ -119,7 +119,7 @@ def test_lossy_thresholds_fix_the_depth() -> None:
 def test_a_depth_of_zero_is_measured_and_left_again() -> None:
     engine = tiny_engine(tiny_model(), CHAIN, adaptive=True)
     try_out(engine)
-    assert engine.policy is not None and engine.policy.forced is None
+    assert engine.policy is not None and engine.policy.forced_depth is None
     assert {key.passes for key in engine.policy.times.cells} >= {0, 1, 3}
     assert engine.stats.draft_tokens_total == 0 and not engine.has_work
     engine.check_integrity()

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from mtpserve.core.batch import Drafts, Source
-from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.spec.draft.chain import ChainDrafter
 from mtpserve.spec.draft.combined import merge
 from mtpserve.spec.draft.ngram import continued, predicted
 
-SIZES = DraftSizes(steps=1, num_proposed=1, written=1, free=2)
+SIZES = SpecSizes(steps=1, num_proposed=1, written=1, free=2)
 ZERO = torch.zeros(1, dtype=torch.int64)
 
 

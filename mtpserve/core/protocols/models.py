@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from mtpserve.core.arch.model import Features, LayerKind, ModelArch
 from mtpserve.core.batch import Batch, Drafts, Hidden, VerifyOutput
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.protocols.attention import Context
+from mtpserve.core.spec_sizes import SpecSizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +117,7 @@ class Drafter(Protocol):
     """Proposes what the next step verifies. Rows are absorbed also where nothing is wanted, at once or in a
     later step, so that the draft model's KV stays aligned."""
 
-    sizes: DraftSizes
+    sizes: SpecSizes
     coupled: bool  # drafts are point masses, for all requests
     graph_safe: bool  # `draft` reads nothing on the host, for requests with neither grammar nor prediction
 

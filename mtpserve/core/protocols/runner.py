@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.plan import StepPlan, StepResult
+from mtpserve.core.spec_sizes import SpecShape, SpecSizes
 
 
 class StepEnd(Protocol):
@@ -34,7 +34,7 @@ class ModelRunner(Protocol):
     """The device side of the engine. Tests of the scheduler bring a fake one without tensors."""
 
     @property
-    def sizes(self) -> DraftSizes: ...
+    def sizes(self) -> SpecSizes: ...
 
     @property
     def processors(self) -> bool:
@@ -42,7 +42,7 @@ class ModelRunner(Protocol):
         its next is launched."""
         ...
 
-    def reshape(self, shape: DraftShape) -> None:
+    def reshape(self, shape: SpecShape) -> None:
         """While nothing runs: `sizes` are this shape's from now on. Raises ConfigError for more than it was
         built with."""
         ...

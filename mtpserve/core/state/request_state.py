@@ -34,7 +34,7 @@ class RequestState:
     num_scored_prompt_tokens: int = 0
     is_synchronous: bool = False  # the host must commit its last step before it can launch the next one
     num_write_ahead: int = 0  # tokens after the last committed one that a step may write for it
-    # Tokens after those that the host knows for which it holds pages: DraftSizes.num_lookahead_tokens.
+    # Tokens after those that the host knows for which it holds pages: SpecSizes.num_lookahead_tokens.
     num_lookahead_tokens: int = 0
     num_computed_tokens: int = 0
     num_scheduled_tokens: int = 0  # `num_computed_tokens`, and the committed tokens of the spans in flight

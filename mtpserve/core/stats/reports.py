@@ -35,7 +35,7 @@ class SpecReport:
     fixed: str | None  # why the depth cannot be changed; None: it can be
     state: DepthState | None  # None where `fixed` says why
     costs: StepCosts
-    verified_per_position: list[int]  # drafts, since the start
+    verified_per_position: list[int]  # proposed tokens, since the start
     accepted_per_position: list[int]
     steps_per_depth: list[int]
 

@@ -5,8 +5,8 @@
                                          have
     what is accepted (engine/depth/survival) ────┘
 
-For each depth the drafts of all requests compete for the step's rows: the likeliest come first, as long as
-the whole batch gets more tokens per second by them,
+For each depth the drafts of all requests compete for the step's rows. The likeliest come first, as long as
+they give the whole batch more tokens per second:
 
     tokens / seconds = (requests + Σ chances of the drafts taken) / (seconds of a step with so many rows and
     so many passes,
@@ -27,11 +27,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence as Seq
 
-from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.core.stats.engine_stats import DepthState, EngineStats
 from mtpserve.core.stats.reports import SpecChange, SpecReport, StepCosts
-from mtpserve.engine.depth.ranking import Ranking
+from mtpserve.engine.depth.depth_config import CONFIG, DepthPolicyConfig
+from mtpserve.engine.depth.probes import DepthProbes
+from mtpserve.engine.depth.ranking import DepthChoice, DepthModel
 from mtpserve.engine.depth.step_shapes import StepShapes
 from mtpserve.engine.depth.step_times import StepTimes
 from mtpserve.engine.depth.survival import Survival, sample_of
@@ -46,7 +48,7 @@ class DepthPolicy:
 
     def __init__(
         self,
-        sizes: DraftSizes,
+        sizes: SpecSizes,
         max_depth: int,
         captured: Seq[int] = (),
         apart: bool = False,
@@ -171,30 +173,34 @@ class DepthPolicy:
         if settled and not probing and not due and self.forced_depth is None:
             self.times.skip(seconds)
             return
-        probed = probing and passes == self.probes.depth
-        if not settled and not probed:
+        is_probe = probing and passes == self.probes.depth
+        if not settled and not is_probe:
             return
         work, prompts = self.shapes.plan_work(step.plan, step.reqs)
         if not work.requests:
             return
         # what the step took without its rows of prompts
-        alone = seconds - (self.times.prompts(work, prompts) if prompts else 0.0)
-        measurable = self.probes.measurable = alone > self.config.min_decode_fraction * seconds
-        if probed:
+        decode_s = seconds - (self.times.prompts(work, prompts) if prompts else 0.0)
+        measurable = self.probes.measurable = decode_s > self.config.min_decode_fraction * seconds
+        if is_probe:
             # Prompts that took less than expected have not made the probe cheaper.
-            step_s = alone if measurable else self.times.seconds(work)
+            step_s = decode_s if measurable else self.times.seconds(work)
             more = self.times.more_beside_prompts(work) if prompts else 0.0
             self.probes.charge(work, step_s + more, self.depth)
         if not settled:
             return
         self._unlearned_s = 0.0
-        counts = self.probes.remaining_steps > 0 and (work.rows > work.requests) == (self.probes.depth > 0)
-        if not prompts or (probed and counts and measurable):
-            noise = (seconds / alone) ** 2 if prompts else 1.0  # what prompts take varies as much as the rest
-            self.times.observe(work, alone, noise)
-            if probed and counts:
+        is_full_step = self.probes.remaining_steps > 0 and (work.rows > work.requests) == (
+            self.probes.depth > 0
+        )
+        if not prompts or (is_probe and is_full_step and measurable):
+            noise = (
+                (seconds / decode_s) ** 2 if prompts else 1.0
+            )  # what prompts take varies as much as the rest
+            self.times.observe(work, decode_s, noise)
+            if is_probe and is_full_step:
                 self.probes.count_time(1 / noise)
-        elif not probed:
+        elif not is_probe:
             self.times.observe_prompts(work, prompts, seconds)
 
     def learn(self, outcomes: Seq[RequestOutput]) -> None:

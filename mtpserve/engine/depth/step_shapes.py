@@ -17,8 +17,8 @@ from functools import cache
 from math import log2
 from typing import NamedTuple
 
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import StepPlan
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.depth.depth_config import CONFIG
 
@@ -88,7 +88,7 @@ def is_sampled(reqs: Iterable[RequestState]) -> bool:
 class StepShapes:
     """`captured`: depths, without 0, in ascending order. Empty: steps are launched."""
 
-    sizes: DraftSizes
+    sizes: SpecSizes
     captured: Seq[int] = ()
 
     def depths(self, max_depth: int) -> Seq[int]:

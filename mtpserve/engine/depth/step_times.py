@@ -31,6 +31,9 @@ from math import exp, log
 from operator import mul
 
 from mtpserve.core.stats.reports import StepCosts, StepTime
+from mtpserve.engine.depth.depth_config import CONFIG, DepthPolicyConfig
+from mtpserve.engine.depth.prompt_times import PromptTimes
+from mtpserve.engine.depth.step_shapes import TERM_NAMES, CellKey, StepWork, key_of, middle, terms_of
 
 NUM_TERMS = len(TERM_NAMES)
 
@@ -75,8 +78,8 @@ class StepTimes:
             count = min(greedy.num_observations, self.config.max_idle_observations)
             cell = self.cells[key] = Cell(terms_of(work), greedy.log_seconds, count)
         if cell is None:
-            computed = max(duration - self._attention(work), duration / 4)
-            cell = self.cells[key] = Cell(terms_of(work), log(computed))
+            computed_s = max(duration - self._attention(work), duration / 4)
+            cell = self.cells[key] = Cell(terms_of(work), log(computed_s))
         else:
             self._correct(cell, work, duration, noise)
         cell.num_observations += 1
@@ -100,12 +103,12 @@ class StepTimes:
         self._unfitted_s += seconds
 
     def _correct(self, cell: Cell, work: StepWork, duration: float, noise: float) -> None:
-        computed = exp(cell.log_seconds)
-        usual = computed + self._attention(work)
+        computed_s = exp(cell.log_seconds)
+        usual = computed_s + self._attention(work)
         limit = log(self.config.max_time_ratio)
         error = min(max(log(duration / usual), -limit), limit)
         # by how much the logarithm changes with each
-        cell_slope, token_slope = computed / usual, self._context_tokens(work) / usual
+        cell_slope, token_slope = computed_s / usual, self._context_tokens(work) / usual
         cells = 1 / min(cell.num_observations, self.config.max_cell_observations) * cell_slope**2
         tokens = self._token_variance * token_slope**2
         paces = 0.0
@@ -121,16 +124,16 @@ class StepTimes:
 
     def observe_prompts(self, work: StepWork, rows: int, seconds: float) -> None:
         """A step with so many rows of prompts took `seconds`."""
-        alone = self.seconds(work)
-        if alone <= 0:
+        decode_s = self.seconds(work)
+        if decode_s <= 0:
             return
-        limit = (alone + self.prompts(work, rows)) * self.config.max_time_ratio
+        limit = (decode_s + self.prompts(work, rows)) * self.config.max_time_ratio
         pace = exp(-self.log_pace)
-        added = max(min(seconds, limit) - alone, 0.0)
+        added = max(min(seconds, limit) - decode_s, 0.0)
         if self.apart:
             self._prompts.observe(rows, max(added - self.more_beside_prompts(work), 0.0) * pace, 0, 0.0)
         else:
-            further_s = alone - self.seconds(work._replace(rows=work.requests))
+            further_s = decode_s - self.seconds(work._replace(rows=work.requests))
             self._prompts.observe(rows, added * pace, work.rows - work.requests, max(further_s, 0.0) * pace)
 
     def count(self, tokens: float, prompts: bool) -> None:
@@ -163,8 +166,8 @@ class StepTimes:
         if self._prompts.steps:
             seconds = self._prompts.seconds(rows) * exp(self.log_pace)
             return max(seconds + self.more_beside_prompts(work), 0.0)
-        alone, together = terms_of(work), terms_of(work._replace(rows=work.rows + rows))
-        return (self._formula(together) - self._formula(alone)) * exp(self.log_pace)
+        total = self._formula(terms_of(work._replace(rows=work.rows + rows)))
+        return (total - self._formula(terms_of(work))) * exp(self.log_pace)
 
     def with_prompts(self, work: StepWork, tokens: float, plain: float | None = None) -> float:
         """Expected seconds where some steps have rows of prompts.
@@ -189,13 +192,13 @@ class StepTimes:
         return self._more_beside_prompts(work, self.seconds(work))
 
     def _more_beside_prompts(self, work: StepWork, seconds: float, plain: float | None = None) -> float:
-        further, pace = work.rows - work.requests, exp(self.log_pace)
+        further_rows, pace = work.rows - work.requests, exp(self.log_pace)
         if self.apart:
             return work.passes * sum(self.coefficients[-2:]) * pace  # as of one request: see `terms_of`
-        if not further or not self._prompts.steps:
+        if not further_rows or not self._prompts.steps:
             return 0.0
         further_s = seconds - (self.seconds(work._replace(rows=work.requests)) if plain is None else plain)
-        return self._prompts.crowded_s(further, max(further_s, 0.0) / pace) * pace
+        return self._prompts.crowded_s(further_rows, max(further_s, 0.0) / pace) * pace
 
     def _difference(self, work: StepWork) -> tuple[float, float]:
         """→ the logarithm of a cell's time over the formula's, and how far that is known, from 0 to 1."""
@@ -207,19 +210,21 @@ class StepTimes:
     def _difference_between(self, work: StepWork) -> float:
         """The same by the cells of steps where none and all of the same requests have further rows."""
         requests, rows, passes, sampled, _ = work
-        further = requests * (self._max_rows.get(passes, 1.0) - 1)
-        if not requests < rows < requests + further:
+        further_rows = requests * (self._max_rows.get(passes, 1.0) - 1)
+        if not requests < rows < requests + further_rows:
             return 0.0
-        share = (rows - requests) / further
+        share = (rows - requests) / further_rows
         none, none_weight = self._difference(StepWork(requests, requests, 0, sampled))
-        full = StepWork(requests, requests + round(further), passes, sampled)
+        full = StepWork(requests, requests + round(further_rows), passes, sampled)
         all_, all_weight = self._difference(full)
         return (1 - share) * none_weight * none + share * all_weight * all_
 
     def _context_tokens(self, work: StepWork) -> float:
         """Tokens of context, with what further rows add."""
-        further = self.config.further_row_fraction
-        return work.context * (1 + further * (work.rows / work.requests - 1)) if work.requests else 0.0
+        if not work.requests:
+            return 0.0
+        further_rows = work.rows / work.requests - 1
+        return work.context * (1 + self.config.further_row_fraction * further_rows)
 
     def _attention(self, work: StepWork) -> float:
         """Seconds at the usual pace that the context takes."""

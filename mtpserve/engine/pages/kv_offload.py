@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.cache.disk import DiskPages
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.leases import Leases
@@ -25,7 +26,6 @@ from mtpserve.runtime.remote.nixl import Nixl
 from mtpserve.runtime.remote.server import PageServer
 from mtpserve.runtime.remote.shared_memory import SharedBlocks
 from mtpserve.runtime.remote.wire import VERSION
-from mtpserve.spec.draft.passes import DraftPasses
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,9 @@ class TierOptions:
 
 
 def page_parts(
-    stores: Stores, states: States | None, passes: DraftPasses | None, groups: PageGroups
+    stores: Stores, states: States | None, boundary: BoundaryRows | None, groups: PageGroups
 ) -> list[list[Tensor]]:
     """[layers, pages, bytes] views of all that a page of each group holds."""
-    boundary = None if passes is None else passes.boundary
     parts = [parts_of(stores, group, boundary) for group in range(groups.dense)]
     return parts + ([] if states is None else [[page.flatten(2).view(torch.uint8) for page in states.pages]])
 

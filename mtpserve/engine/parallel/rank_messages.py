@@ -19,11 +19,11 @@ from zlib import crc32
 import msgspec
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError, EngineDead, LoadError, MTPServeError
 from mtpserve.core.plan import StepPlan, StepResult, Transferred
 from mtpserve.core.profile import ProfileChange
 from mtpserve.core.sampling import GrammarSpec
+from mtpserve.core.spec_sizes import SpecShape
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class FinishTick(RankMessage, frozen=True):
 
 
 class Reshape(RankMessage, frozen=True):
-    shape: DraftShape
+    shape: SpecShape
 
 
 class Prepare(RankMessage, frozen=True):

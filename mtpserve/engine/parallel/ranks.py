@@ -26,12 +26,12 @@ import torch
 from msgspec import structs
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.errors import ConfigError, EngineDead, MTPServeError
 from mtpserve.core.plan import StepPlan, StepResult, Transferred
 from mtpserve.core.protocols.parallel import ALONE, Ranks
 from mtpserve.core.protocols.runner import Launched, ModelRunner
 from mtpserve.core.sampling import GrammarSpec
+from mtpserve.core.spec_sizes import SpecShape, SpecSizes
 from mtpserve.engine.parallel.rank_messages import (
     ANSWERS,
     Answer,
@@ -320,14 +320,14 @@ class EveryRank:
         self.runner, self.others = runner, others
 
     @property
-    def sizes(self) -> DraftSizes:
+    def sizes(self) -> SpecSizes:
         return self.runner.sizes
 
     @property
     def processors(self) -> bool:
         return self.runner.processors
 
-    def reshape(self, shape: DraftShape) -> None:
+    def reshape(self, shape: SpecShape) -> None:
         self.runner.reshape(shape)
         self.others.tell(Reshape(shape))
 

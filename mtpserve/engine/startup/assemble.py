@@ -33,7 +33,6 @@ from mtpserve.core.arch.model import (
     page_groups,
     recurrent_kinds,
 )
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols.attention import AttentionBackend
 from mtpserve.core.protocols.grammars import GrammarCompiler
@@ -41,6 +40,7 @@ from mtpserve.core.protocols.logits_processor import LogitsProcessor
 from mtpserve.core.protocols.models import DraftModel, Trunk
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.protocols.runner import ModelRunner
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.engine.depth.watchdog import Watchdog
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
@@ -58,7 +58,7 @@ from mtpserve.spec.build import DraftersByShape, make_draft_model, make_drafter,
 from mtpserve.spec.draft.history import FeatureHistory
 from mtpserve.spec.draft.passes import DraftPasses
 from mtpserve.spec.draft.propose import propose
-from mtpserve.spec.sizes import draft_sizes
+from mtpserve.spec.sizes import spec_sizes
 from mtpserve.spec.verify.accept import Verify, verify
 from mtpserve.spec.verify.synthetic import SyntheticAcceptance
 from mtpserve.spec.verify.thresholds import Thresholds
@@ -149,7 +149,7 @@ class EngineOptions:
     kernels: str = ""  # for people
 
 
-def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, drafts: DraftSizes) -> None:
+def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, drafts: SpecSizes) -> None:
     """Raises ConfigError for a kind of layer that cannot be computed."""
     for kind in dict.fromkeys(layers):
         if not attention.supports(kind):
@@ -159,7 +159,7 @@ def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, dra
     check_windows(layers, drafts)
 
 
-def check_windows(layers: Seq[LayerKind], drafts: DraftSizes) -> None:
+def check_windows(layers: Seq[LayerKind], drafts: SpecSizes) -> None:
     """Raises ConfigError for a window that is smaller than drafts are deep."""
     for kind in dict.fromkeys(layers):
         # Backends count how far back a node of a tree is by places: as long as all of its path is seen, these
@@ -172,9 +172,9 @@ def check_windows(layers: Seq[LayerKind], drafts: DraftSizes) -> None:
             )
 
 
-def sizes_of(options: EngineOptions, layers: Seq[LayerKind], features: Features) -> DraftSizes:
+def sizes_of(options: EngineOptions, layers: Seq[LayerKind], features: Features) -> SpecSizes:
     """`features`: of the draft model."""
-    sizes = draft_sizes(options.spec, options.scheduler.step_tokens)
+    sizes = spec_sizes(options.spec, options.scheduler.step_tokens)
     # The pages of a window are gone before a deferred row is stored in them. Of chained modules each row
     # needs those before it at once.
     return (
@@ -185,7 +185,7 @@ def sizes_of(options: EngineOptions, layers: Seq[LayerKind], features: Features)
 
 
 def make_states(
-    arch: ModelArch, sizes: EngineSizes, drafts: DraftSizes, options: EngineOptions
+    arch: ModelArch, sizes: EngineSizes, drafts: SpecSizes, options: EngineOptions
 ) -> States | None:
     """Returns the states of recurrent layers; None: the model has no recurrent layers."""
     kinds = recurrent_kinds(arch.layers)
@@ -217,7 +217,7 @@ def trunk_attention(
 
 
 def draft_passes(
-    model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, drafts: DraftSizes,
+    model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, drafts: SpecSizes,
     options: EngineOptions,
     kernels: Mapping[str, Any],
 ) -> DraftPasses:  # fmt: skip
@@ -253,7 +253,7 @@ def draft_passes(
 
 
 def make_seats(
-    sizes: EngineSizes, drafts: DraftSizes, vocab: int, options: EngineOptions, coupled: bool,
+    sizes: EngineSizes, drafts: SpecSizes, vocab: int, options: EngineOptions, coupled: bool,
     kernels: Mapping[str, Any]
 ) -> DeviceRequests:  # fmt: skip
     request_kernels = RequestKernels(
@@ -345,13 +345,10 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
     pages = PageGroups(
         page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.step_tokens, sizes.states or None
     )
-    kv_connector, transfers = make_tiers(
-        options.below, page_parts(stores, states, passes, pages), pages, options.fingerprint, options.recorder
-    )
-    drafters, graphs = (
-        DraftersByShape(spec, options.scheduler.step_tokens, passes, drafts),
-        options.graphs(step, sampling),
-    )
+    parts = page_parts(stores, states, None if passes is None else passes.boundary, pages)
+    kv_connector, transfers = make_tiers(options.below, parts, pages, options.fingerprint, options.recorder)
+    drafters = DraftersByShape(spec, options.scheduler.step_tokens, passes, drafts)
+    graphs = options.graphs(step, sampling)
     runner = Runner(step, sampling, graphs, options.overlap > 0, grammars, transfers, drafters)
     return Computing(
         runner, grammars, pages, kv_connector, passes is not None, states is None or sizes.states > 0

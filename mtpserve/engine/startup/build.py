@@ -42,7 +42,7 @@ from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling.sampling import SamplingState, usual_features
 from mtpserve.runtime.step import Step
 from mtpserve.spec.curves import Curve, read_curve
-from mtpserve.spec.sizes import draft_sizes
+from mtpserve.spec.sizes import spec_sizes
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def options_of(planned: Plan, processors: Seq[LogitsProcessor], curve: Curve | N
         backend=backend_of(config, device),
         eos_ids=arch.eos_ids,
         token_map=planned.described.token_map,
-        rates=None if curve is None else curve.rates(draft_sizes(config.spec, budget).depth),
+        rates=None if curve is None else curve.rates(spec_sizes(config.spec, budget).depth),
         processors=processors,
         grammars=None
         if config.model.numbers_for_text

@@ -36,7 +36,7 @@ from mtpserve.engine.startup.planning import (
 from mtpserve.engine.startup.storage import Storage
 from mtpserve.heads.kinds import HEADS, algorithm_of
 from mtpserve.runtime.memory import require_memory
-from mtpserve.spec.sizes import draft_sizes
+from mtpserve.spec.sizes import spec_sizes
 from mtpserve.weights.plan import WeightSource, plan as placements
 
 OWN = "MTP"
@@ -130,7 +130,7 @@ def require_usable(engine_plan: Plan, must_fit: bool) -> None:
     ConfigError."""
     config, arch = engine_plan.config, engine_plan.described.arch
     budget, reserve = config.scheduler.step_tokens, lookahead_of(config, engine_plan.device)
-    sizes = draft_sizes(config.spec, budget)
+    sizes = spec_sizes(config.spec, budget)
     pages = PageGroups(
         page_groups(arch.layers),
         engine_plan.memory.pages,

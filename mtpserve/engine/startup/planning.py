@@ -33,7 +33,7 @@ from mtpserve.runtime.parallel.rounds import Rounds
 from mtpserve.runtime.sampling.rules import LogitRules
 from mtpserve.runtime.sampling.sampling import SamplingState
 from mtpserve.spec.draft.token_map import read_token_map
-from mtpserve.spec.sizes import coupled, draft_sizes
+from mtpserve.spec.sizes import coupled, spec_sizes
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.hf import read_config
@@ -227,7 +227,7 @@ def context_of(config: EngineConfig, arch: ModelArch) -> int:
 
 def lookahead_of(config: EngineConfig, device: torch.device) -> int:
     """Tokens of a request for which pages are held after those that the host knows."""
-    return draft_sizes(config.spec, config.scheduler.step_tokens).num_lookahead_tokens(
+    return spec_sizes(config.spec, config.scheduler.step_tokens).num_lookahead_tokens(
         overlap_of(config, device)
     )
 
@@ -239,7 +239,7 @@ def positions(config: EngineConfig, arch: ModelArch, device: torch.device) -> in
 
 def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tuple[Sizes, Sizes]:
     """The tensors that the runner makes, made on no device."""
-    sizes, nowhere = draft_sizes(config.spec, config.scheduler.step_tokens), torch.device("meta")
+    sizes, nowhere = spec_sizes(config.spec, config.scheduler.step_tokens), torch.device("meta")
     context, in_flight = context_of(config, arch), overlap_of(config, device)
 
     def parts(running: int) -> tuple[DeviceRequests, LogitRules]:

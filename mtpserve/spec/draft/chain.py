@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, VerifyOutput
-from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.spec.draft.passes import DraftPasses
 
 
@@ -22,7 +22,7 @@ class ChainDrafter:
 
     graph_safe = True
 
-    def __init__(self, passes: DraftPasses, sizes: DraftSizes, coupled: bool = False) -> None:
+    def __init__(self, passes: DraftPasses, sizes: SpecSizes, coupled: bool = False) -> None:
         self.passes, self.sizes, self.coupled = passes, sizes, coupled
         self.features, self.lag = passes.model.features, passes.model.lag
 

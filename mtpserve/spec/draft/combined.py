@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Source, VerifyOutput
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.protocols.models import Drafter
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.spec.draft.ngram import continued, predicted
 from mtpserve.spec.draft.tree import tree_of
 
@@ -78,7 +78,7 @@ class CombinedDrafter:
         return chains
 
 
-def merge(drafts: Drafts | None, requests: int, chains: list[Chain], sizes: DraftSizes) -> Drafts:
+def merge(drafts: Drafts | None, requests: int, chains: list[Chain], sizes: SpecSizes) -> Drafts:
     """Walks each chain from the root, and adds a node where the tree has no such child."""
     device, room = chains[0][0].device, sizes.nodes
     tokens = torch.zeros(requests, room, dtype=torch.int64, device=device)

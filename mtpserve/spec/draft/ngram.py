@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtpserve.core.arch.model import Features
 from mtpserve.core.batch import Batch, Drafts, Hidden, Source, VerifyOutput
-from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.spec_sizes import SpecSizes
 
 LONGEST = 4  # tokens of the longest n-gram; shorter ones are used if it does not occur
 SHORTEST = 2
@@ -23,7 +23,7 @@ class NGramDrafter:
     coupled = True
     graph_safe = False  # it searches as many columns as the longest request has tokens
 
-    def __init__(self, sizes: DraftSizes) -> None:
+    def __init__(self, sizes: SpecSizes) -> None:
         self.sizes = sizes
 
     def draft(self, batch: Batch, hidden: Hidden, verify_output: VerifyOutput) -> Drafts | None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Tree, VerifyOutput
-from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.spec.draft.passes import DraftPasses, numbers
 from mtpserve.spec.draft.propose import valid
 from mtpserve.spec.verify.streams import DRAW
@@ -54,7 +54,7 @@ class TreeDrafter:
 
     coupled = graph_safe = True
 
-    def __init__(self, passes: DraftPasses, sizes: DraftSizes, topk: int) -> None:
+    def __init__(self, passes: DraftPasses, sizes: SpecSizes, topk: int) -> None:
         self.passes, self.sizes, self.topk = passes, sizes, topk
         self.features, self.lag = passes.model.features, passes.model.lag
 

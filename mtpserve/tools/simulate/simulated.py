@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from mtpserve.config import SpecConfig
 from mtpserve.config.spec import NONE
-from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.spec.curves import Curve, read_curve
-from mtpserve.spec.sizes import draft_sizes
+from mtpserve.spec.sizes import spec_sizes
 
 T = TypeVar("T")
 CURVE = "glm-5.2-mtp"  # unless the options name one
@@ -64,7 +64,7 @@ class SimulatedDevice:
     """`answers`: the text of each request by its id; the caller adds and removes them. `rates`: of
     acceptance, depth by depth."""
 
-    def __init__(self, sizes: DraftSizes, rates: Sequence[float] = (), seed: int = 0) -> None:
+    def __init__(self, sizes: SpecSizes, rates: Sequence[float] = (), seed: int = 0) -> None:
         self.sizes, self.want = sizes, sizes.steps
         self.answers: dict[str, Sequence[int]] = {}
         self.rates, self._random = rates, Random(seed)
@@ -74,7 +74,7 @@ class SimulatedDevice:
     def of(cls, spec: SpecConfig, budget: int, seed: int = 0) -> SimulatedDevice:
         """Raises ConfigError for a curve that cannot be read."""
         curve: Curve = read_curve(spec.speculative_synthetic_acceptance or CURVE)
-        return cls(draft_sizes(spec, budget), curve.rates(spec.steps), seed)
+        return cls(spec_sizes(spec, budget), curve.rates(spec.steps), seed)
 
     def limited(self, scheduler: Callable[..., T]) -> Callable[..., T]:
         """A scheduler's class, told how many drafts a request may bring to a step, and how many of its rows

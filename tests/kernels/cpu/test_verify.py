@@ -10,7 +10,7 @@ import torch
 from mtpserve_kernels.cpu.accept import draw
 from torch import Tensor
 
-from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.sampling.rules import LogitRules
 from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
@@ -43,7 +43,7 @@ def test_the_same_decision(temperature: float) -> None:
 
 def sampler_of(vocab: int, dice: torch.Generator, **asked: Any) -> BatchSampler:
     """Every seat with parameters of its own."""
-    sizes = DraftSizes(steps=2, num_proposed=2, written=2)
+    sizes = SpecSizes(steps=2, num_proposed=2, written=2)
     seats = SamplingState(SEATS - 1, LogitRules(DeviceRequests(SEATS, 9, sizes, vocab, 16, CPU), SEATS, vocab, (), (), CPU), CPU)
     for tensor, options in (
         (seats.temperature, [0.0, 0.5, 1.0, 1.5]), (seats.top_p, [1.0, 0.9, 0.3]), (seats.min_p, [0.0, 0.1]), (seats.top_k, [0, 5, 40]),

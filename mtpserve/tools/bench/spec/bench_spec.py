@@ -21,8 +21,8 @@ from mtpserve.cli.options import Values, add_options, parsed_values, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS, EngineConfig
 from mtpserve.config.options import check
-from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError
+from mtpserve.core.spec_sizes import SpecShape
 from mtpserve.tools.bench.spec import grid
 from mtpserve.tools.bench.spec.grid import PARTS, PLAIN, SpecFigures, SpecLoad
 
@@ -107,7 +107,7 @@ def parser() -> Parser:
 class SpecGrid:
     """What is measured, as asked."""
 
-    shapes: list[DraftShape]
+    shapes: list[SpecShape]
     skipped: list[str]
     loads: list[SpecLoad]
     input: int
@@ -116,7 +116,7 @@ class SpecGrid:
     seed: int
 
     @property
-    def largest(self) -> DraftShape:
+    def largest(self) -> SpecShape:
         return grid.largest(self.shapes)
 
     @property
@@ -368,7 +368,7 @@ def show(spec_grid: SpecGrid, figures: Sequence[SpecFigures], notes: Sequence[st
         console.print(f"note: {line}", soft_wrap=True)
 
 
-def named(shape: DraftShape) -> str:
+def named(shape: SpecShape) -> str:
     if shape == PLAIN:
         return "plain"
     return (

@@ -15,10 +15,10 @@ from itertools import product
 from statistics import median
 
 from mtpserve.config.spec import MAX_ROWS
-from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError
+from mtpserve.core.spec_sizes import SpecShape
 
-PLAIN = DraftShape()
+PLAIN = SpecShape()
 PARTS = ("host", "verify", "accept", "draft")
 WIN = 1.02  # times plain decoding's speed: less is no reason to draft
 
@@ -45,7 +45,7 @@ class SpecFigures:
     """The figures of one shape under one load. Times are medians of all rounds' steps; the acceptance length
     is the mean of all verifications."""
 
-    shape: DraftShape
+    shape: SpecShape
     load: SpecLoad
     accept_length: float
     step: float  # seconds
@@ -62,19 +62,19 @@ class SpecFigures:
 
 def shapes(
     steps: Sequence[int], topks: Sequence[int], rows: Sequence[int] | None
-) -> tuple[list[DraftShape], list[str]]:
+) -> tuple[list[SpecShape], list[str]]:
     """→ all that can be, and a line for each combination that cannot. `rows`: drafts + 1 of trees; None:
     steps · topk + 1, as the server has it. Raises ConfigError if nothing remains."""
-    draft_shapes, skipped = dict[DraftShape, None](), list[str]()
+    draft_shapes, skipped = dict[SpecShape, None](), list[str]()
     for topk, depth in product(topks, steps):
         if topk == 1:
-            draft_shapes[DraftShape(depth, 1, depth)] = None
+            draft_shapes[SpecShape(depth, 1, depth)] = None
             continue
-        pool = DraftShape(depth, topk).pool
+        pool = SpecShape(depth, topk).pool
         max_drafts = min(pool, MAX_ROWS - 1)
         for count in rows or (min(depth * topk, max_drafts) + 1,):
             if 1 <= count - 1 <= max_drafts:
-                draft_shapes[DraftShape(depth, topk, count - 1)] = None
+                draft_shapes[SpecShape(depth, topk, count - 1)] = None
             else:
                 why = (
                     f"{pool} nodes"
@@ -92,12 +92,12 @@ def shapes(
     return list(draft_shapes), skipped
 
 
-def largest(all: Sequence[DraftShape]) -> DraftShape:
+def largest(all: Sequence[SpecShape]) -> SpecShape:
     """What an engine is built with that can draft in all of these shapes."""
-    return DraftShape(*(max(getattr(shape, name) for shape in all) for name in ("steps", "topk", "nodes")))
+    return SpecShape(*(max(getattr(shape, name) for shape in all) for name in ("steps", "topk", "nodes")))
 
 
-def options(shape: DraftShape) -> dict[str, int]:
+def options(shape: SpecShape) -> dict[str, int]:
     return {
         "speculative_num_steps": shape.steps,
         "speculative_eagle_topk": shape.topk,
@@ -105,14 +105,14 @@ def options(shape: DraftShape) -> dict[str, int]:
     }
 
 
-def line(algorithm: str, shape: DraftShape) -> str:
+def line(algorithm: str, shape: SpecShape) -> str:
     """Returns the shape as options of a command line."""
     values = {"speculative_algorithm": algorithm} | options(shape)
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
 
 
 def figures(
-    shape: DraftShape, load: SpecLoad, windows: Sequence[Window], plain: Sequence[Window], lots: bool = False
+    shape: SpecShape, load: SpecLoad, windows: Sequence[Window], plain: Sequence[Window], lots: bool = False
 ) -> SpecFigures:
     """`windows`: one for each round, of this shape; `plain` those of plain decoding. `lots`: acceptance is
     synthetic."""

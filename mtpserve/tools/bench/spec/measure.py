@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError, RequestFailed
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.spec_sizes import SpecShape
 from mtpserve.tools.bench.spec.grid import SpecLoad, Window
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ class SpecBench:
 
     def run(
         self,
-        shapes: Sequence[DraftShape],
+        shapes: Sequence[SpecShape],
         loads: Sequence[SpecLoad],
         rounds: int,
         done: Callable[[], None] = lambda: None,
-    ) -> dict[tuple[DraftShape, SpecLoad], list[Window]]:
+    ) -> dict[tuple[SpecShape, SpecLoad], list[Window]]:
         """A window for each round. `done` is called after each."""
-        windows: dict[tuple[DraftShape, SpecLoad], list[Window]] = {
+        windows: dict[tuple[SpecShape, SpecLoad], list[Window]] = {
             (shape, load): [] for shape in shapes for load in loads
         }
         for shape in shapes:

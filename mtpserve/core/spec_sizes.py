@@ -9,7 +9,7 @@ from mtpserve.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class DraftShape:
+class SpecShape:
     """What the algorithm drafts for each request, as the options have it. The default is plain decoding."""
 
     steps: int = 0
@@ -24,7 +24,7 @@ class DraftShape:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftSizes:
+class SpecSizes:
     """All numbers are per request. The defaults are those of plain decoding.
 
     A request is *plain* if it has neither a grammar nor a prediction: then only the algorithm proposes drafts
@@ -48,7 +48,7 @@ class DraftSizes:
         """Depth of the deepest draft."""
         return max(self.steps, self.free)
 
-    def holds(self, other: DraftSizes) -> bool:
+    def holds(self, other: SpecSizes) -> bool:
         """True if tensors of these sizes have room for the other's drafts."""
         pairs = (
             (self.depth, other.depth),
