@@ -96,7 +96,8 @@ class NewPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A page's contents on their way between two tiers. A block is a place for a page in host memory.
+    """A page's contents on their way between device, host, disk and other nodes. A block is a place for a
+    page in host memory.
 
     save     device → host, before this step and all after it write anything
     load     host → device, beside the steps; no step touches the page before the load has ended

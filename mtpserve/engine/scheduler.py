@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def moving(self) -> bool:
-        """Pages are on their way between tiers."""
+        """Pages are on their way between memories."""
         return self.kv_connector is not None and self.kv_connector.pending
 
     @property
