@@ -263,7 +263,7 @@ def test_a_thousand_grammars_leave_nothing_behind(compiler: LLGuidanceCompiler) 
 def test_a_grammar_that_compiles_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(grammar, "COMPILE_SECONDS", 0.05)
-    monkeypatch.setattr(LLGuidanceCompiler, "_made", lambda self, spec: release.wait(30) and "given up")
+    monkeypatch.setattr(LLGuidanceCompiler, "_matcher", lambda self, spec: release.wait(30) and "given up")
     compiler = LLGuidanceCompiler(DEMO, VOCAB, [EOS])
     for _ in range(grammar.MAX_ABANDONED):
         with pytest.raises(InvalidRequest, match="longer than"):
