@@ -165,7 +165,7 @@ class RequestTensors(Protocol):
     num_tokens: Tensor  # [seats] int64: committed tokens
     num_computed_tokens: Tensor  # [seats] int64: tokens whose KV is in the pages
     block_tables: Tensor  # [groups, seats, columns] int64, see core.arch.model.page_groups
-    padding_slots: list[int]  # of each group: a slot that is never read
+    padding_slots: list[int]  # by group: a slot that is never read
     draft_probs: Tensor  # [seats, K, vocabulary] float32: what the waiting drafts of a chain were drawn from
 
     def slot_mapping(self, req_indices: Tensor, index: Tensor, group: int = 0) -> Tensor:

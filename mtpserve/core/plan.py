@@ -26,7 +26,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request: Request  # with its seed
     output_ids: list[int]  # what it has said by now
     num_computed_tokens: int  # tokens whose KV is in its pages already
-    max_num_tokens: int  # of prompt and output
+    max_num_tokens: int  # prompt and output together
     # Tokens in pages that another request has computed. One of them may be computed again, and is not stored.
     num_shared_tokens: int = 0
     # Its drafts follow the target's noise, so that a seed's text does not depend on their number.
@@ -92,7 +92,7 @@ class NewPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
     req_idx: int
     first_block: int  # column of the first one
     pages: list[int]
-    group: int = 0  # of pages: see core.arch.model.page_groups
+    group: int = 0  # the page group: see core.arch.model.page_groups
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -108,11 +108,11 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     number: int
     kind: Literal["save", "load", "spill", "fetch", "pull"]
-    group: int  # of pages
+    group: int  # the page group
     block: int
-    page: int = -1  # of the device's pool, to save and to load
-    key: bytes = b""  # of the page, but for a load
-    source: PageSource | None = None  # of a pull
+    page: int = -1  # a page of the device's pool, to save and to load
+    key: bytes = b""  # the page's key; empty for a load
+    source: PageSource | None = None  # for a pull
 
     @property
     def of_each_rank(self) -> bool:
@@ -131,10 +131,10 @@ class Transferred(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Without spans: nothing but transfers can be done."""
 
-    spans: list[SpanPlan]  # of different seats
+    spans: list[SpanPlan]  # one per seat at most
     draft_depth: int  # how deep to draft for the next step
     new_requests: list[NewRequest] = []  # each has a span in the same plan
-    new_pages: list[NewPages] = []  # of seats that have a span in the same plan
+    new_pages: list[NewPages] = []  # for seats that have a span in the same plan
     transfers: list[Transfer] = []
 
 
@@ -147,7 +147,7 @@ class SpanResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_draft_tokens: int  # proposals that now wait for the next step
     proposed: list[int] = []  # the drafts that were verified
     parents: list[int] = []  # the node that each continues
-    sources: list[int] = []  # of core.batch.Source, one for each
+    sources: list[int] = []  # one core.batch.Source for each
     path: list[int] = []  # the nodes of the drafts that were accepted
     error: str | None = None  # the request cannot go on; the rest is void
     logprobs: list[TokenLogprob] | None = None

@@ -10,13 +10,13 @@ class ProfileChange:
     """Begin a trace, or end the one that is being taken, where `folder` is empty."""
 
     folder: str = ""
-    name: str = ""  # of its files, which say further which engine and rank they are of
+    name: str = ""  # begins its files' names; engine and rank follow
     steps: int = 0  # after which it ends by itself
     cpu: bool = True
     gpu: bool = True
     memory: bool = False  # every tensor's
-    stacks: bool = False  # of Python, for each operation
-    shapes: bool = False  # of each operation's arguments
+    stacks: bool = False  # record Python stacks of each operation
+    shapes: bool = False  # record shapes of each operation's arguments
 
 
 @dataclass(frozen=True, slots=True)

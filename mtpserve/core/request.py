@@ -101,7 +101,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     finish: Finish | None = None
     error: str | None = None
     logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, where the request wants them
-    prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens, from the second on
+    prompt_logprobs: list[TokenLogprob] | None = None  # for the next prompt tokens, from the second on
     times: FirstTokenTimes | None = None  # with the first token
     # with the first token: prompt tokens that were not computed for this request, but found in the prefix
     # cache
@@ -128,6 +128,6 @@ class ModelCard:
     # the formats that models of its family write, by the names of text/parsers/registry
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
-    algorithm: str | None = None  # of speculation, as --speculative-algorithm names it; None: plain decoding
+    algorithm: str | None = None  # as --speculative-algorithm names it; None: plain decoding
     drafting: str = ""  # what drafts, and why, for people
     wanted_context: int = 0  # more than `context_length` where the KV pool does not hold that much

@@ -18,7 +18,7 @@ MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20  # OpenAI's limit, where --max-logprobs does not say
 MAX_GRAMMAR_BYTES = 1 << 20
 MIN_PENALTY = 1e-6  # a smaller one makes logits overflow
-# of tokens: more than any vocabulary or context has, and fits into the engine's tensors
+# a token count that no vocabulary or context reaches, and that fits into the engine's tensors
 MAX_COUNT = 2**31 - 1
 
 
@@ -45,7 +45,7 @@ class Range:
         )
 
 
-# Of fields of SamplingParams.
+# The allowed values of SamplingParams' fields.
 RANGES = {
     "max_tokens": Range(1, math.inf),
     "temperature": Range(0, 100),

@@ -81,7 +81,7 @@ class Attention:
     kv: KVLayout
     window: int | None = None
     selected: Selected | None = None
-    heads: int | None = None  # of the queries, where they are not ModelArch.heads
+    heads: int | None = None  # query heads; None: ModelArch.heads
     compressed: Compressed | None = None
 
     @property
@@ -263,9 +263,9 @@ class MoEArch:
     scores: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "sigmoid"
     # added to the scores for the choice alone, or to what they are made of
     router_bias: Literal["choice", "logits"] | None = "choice"
-    biases: bool = False  # of the experts' products
-    gate: ClampedGate | Ungated | None = None  # of the routed experts; None: silu(gate) * up
-    beside: ClampedGate | Ungated | None = None  # of the shared expert
+    biases: bool = False  # the experts' projections have biases
+    gate: ClampedGate | Ungated | None = None  # the routed experts' activation; None: silu(gate) * up
+    beside: ClampedGate | Ungated | None = None  # the shared expert's activation
     # the routed experts get that many numbers, projected from the hidden ones, and so does their sum; 0: the
     # hidden ones
     latent: int = 0
@@ -280,7 +280,7 @@ class MoEArch:
 class LayerGates:
     """The gated activations of one layer that differ from those of the others; None: silu(gate) * up."""
 
-    dense: ClampedGate | None  # of a dense block, or of the expert beside the routed ones
+    dense: ClampedGate | None  # a dense block's, or the shared expert's
     routed: ClampedGate | None
 
 
@@ -314,8 +314,7 @@ class Features:
     taps: tuple[int, ...] = ()  # the outputs of these layers
     last: Norm | None = None  # the last layer's output, before or after the final norm
     rows: int = 1  # the row's own, those of the row before it, and so on, side by side
-    # of the rows before it, what the draft model's own modules have made of them
-    # (core.protocols.models.DraftModel)
+    # features of earlier rows are outputs of the draft model's own modules (core.protocols.models.DraftModel)
     chained: bool = False
 
     def width(self, hidden: int, streams: int = 1) -> int:
@@ -331,7 +330,7 @@ class DraftArch:
     kind: str  # for people
     layers: tuple[LayerKind, ...]  # its own
     features: Features = field(default_factory=Features)  # that it gets of the trunk
-    scale: float = 1.0  # of its attention scores
+    scale: float = 1.0  # factor of its attention scores
     own_head: bool = False  # it has a language-model head of its own
 
 
@@ -342,11 +341,11 @@ class ModelArch:
     hidden: int
     vocab: int
     heads: int
-    head_dim: int  # of q and k
+    head_dim: int  # numbers of q and k per head
     intermediate: int
     rope: RopeArch
     norm_eps: float
-    scale: float  # of the attention scores
+    scale: float  # factor of the attention scores
     max_positions: int
     tied_head: bool
     eos_ids: tuple[int, ...]
@@ -359,18 +358,18 @@ class ModelArch:
     draft: DraftArch | None = None  # where the draft model is no MTP layer
     streams: StreamsArch | None = None  # None: one, to which blocks add
     qkv_bias: bool = False
-    out_bias: bool = False  # of the attention
+    out_bias: bool = False  # the attention's output projection has a bias
     head_norms: bool = False  # each head of q and k is normed before it is rotated
     # what a head has attended to is multiplied by the sigmoid of numbers that the projection of q gives after
     # q
     out_gate: bool = False
     head_gate: bool = False  # the same, by one number for each head from a projection of its own
-    gates: tuple[LayerGates | None, ...] = ()  # of each layer; None, or no tuple at all: as `moe` has it
-    window_rope: RopeArch | None = None  # of layers with a window, where it is another
+    gates: tuple[LayerGates | None, ...] = ()  # by layer; None, or an empty tuple: those of `moe`
+    window_rope: RopeArch | None = None  # for layers with a window; None: `rope`
     value_scale: float = 1.0  # values are multiplied with it
     # layers whose heads have a sink, see core.protocols.attention.Context
     sinks: Literal["all", "windows"] | None = None
-    gate: Ungated | None = None  # of feed-forward blocks without experts; None: silu(gate) * up
+    gate: Ungated | None = None  # for feed-forward blocks without experts; None: silu(gate) * up
 
     def heads_of(self, kind: Attention) -> int:
         """Query heads of a layer kind."""

@@ -45,8 +45,8 @@ class DraftModel(Protocol):
 
     lag: int
     at_once: bool  # one pass gives all drafts (Medusa's heads, DFlash's block), and `step` needs no contexts
-    # of a block: the token that stands for each draft in that pass, whose rows see each other; None: there is
-    # none
+    # a block's mask: the token that stands for each draft in its pass, where rows see each other; None: no
+    # block
     mask: int | None
     features: Features  # what `extend` is fed with
     layers: tuple[LayerKind, ...]  # its own, stored in the same pages after the trunk's
@@ -78,7 +78,7 @@ class DraftModel(Protocol):
 class BlockModel(DraftModel, Protocol):
     """A draft model with `mask`. It stores only keys and values of committed tokens, by `store_kv`."""
 
-    causal: tuple[bool, ...]  # of each layer: a block's rows see only those before them, and not all of them
+    causal: tuple[bool, ...]  # by layer: a block's rows see only earlier rows of it, not all
 
     def block(self, ids: Tensor, positions: Tensor, contexts: Seq[Context]) -> Hidden:
         """[D, rows], the last token and a mask for each draft → the output for the first, as features what

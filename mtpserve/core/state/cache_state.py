@@ -28,23 +28,21 @@ class CacheState:
     blocks: list[BlockList] = field(default_factory=list)  # by group of pages; empty while the request waits
     has_new_blocks: bool = False  # it holds pages that no plan has named
     hash_root: bytes | None = None  # what the key of its first block continues; None: it shares no pages
-    block_hashes: list[bytes] = field(
-        default_factory=list
-    )  # of the prompt's blocks, and of those computed since
+    # keys of the prompt's blocks, and of those computed since
+    block_hashes: list[bytes] = field(default_factory=list)
     num_hashed_blocks: int = 0  # blocks whose pages have their keys
-    num_verified_blocks: int = 0  # of these, blocks whose contents are known to be finite numbers
-    num_matched_blocks: int = 0  # of `block_hashes`, those that the last lookup found
+    num_verified_blocks: int = 0  # hashed blocks whose contents are known to be finite numbers
+    num_matched_blocks: int = 0  # `block_hashes` that the last lookup found
     # Tokens in pages that another request has computed. One of them may be computed again, and is not stored.
     num_shared_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens that were found when the request first ran
-    # Of the computed tokens, those whose KV all models have stored: all, or all but deferred ones.
+    # Computed tokens whose KV all models have stored: all, or all but deferred ones.
     num_stored_tokens: int = 0
     # Tokens in the states of recurrent layers: without those that the last step accepted.
     num_state_tokens: int = 0
     checkpoint_blocks: list[int] = field(default_factory=list)  # ascending; the state after each is kept
-    branch_block: int = (
-        0  # of these, the one after which the request leaves what was computed before; 0: none
-    )
+    # the checkpoint block after which the request leaves what was computed before; 0: none
+    branch_block: int = 0
     start_state: int = -1  # the kept state from which it starts; -1: it starts with its first token
     kv_load: int = 0  # number of the last load of pages that it has waited for
     num_kv_loads: int = 0  # loads that it has waited for since it runs

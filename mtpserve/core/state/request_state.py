@@ -29,7 +29,7 @@ class RequestState:
 
     request: Request  # with its seed
     tokens: list[int]  # prompt and output
-    max_num_tokens: int  # of prompt and output: prompt + max_tokens, at most the context length
+    max_num_tokens: int  # prompt + max_tokens, at most the context length
     # Prompt tokens, from the second on, whose log-probabilities were reported.
     num_scored_prompt_tokens: int = 0
     is_synchronous: bool = False  # the host must commit its last step before it can launch the next one

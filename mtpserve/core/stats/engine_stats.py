@@ -29,7 +29,7 @@ class DepthState:
 
     adaptive: bool  # False: as deep as is allowed
     num_steps: int  # the deepest that is allowed
-    depth: int  # of the last choice
+    depth: int  # the last choice
     tokens_per_second: float | None  # expected of it; None: nothing was measured
     changes_total: int
     trials_total: int  # steps that tried another depth
@@ -51,7 +51,7 @@ class DraftHealth:
     start: float | None = None  # share of the first drafts that were accepted at start; None: not measured
     floor: float = 0.0  # below which a draft model is weak
     faults_total: int = 0  # how often it was weak or suspended
-    reason: str = ""  # of the last fault
+    reason: str = ""  # why it last failed; "": it never did
 
 
 def first_depths(values: Sequence[DepthState | None]) -> DepthState | None:
@@ -93,7 +93,7 @@ class EngineStats:
         vllm=(("num_requests_waiting", "Waiting requests."),),
         sglang=(("num_queue_reqs", "Requests in the queue."),),
     )
-    # of these, those whose pages are on their way from host memory, the disk or another node
+    # waiting requests whose pages are on their way from host memory, the disk or another node
     waiting_for_pages: int = gauge()
     pages_total: int = gauge(
         "kv_pages",
@@ -205,7 +205,7 @@ class EngineStats:
         bounds=STEP_TOKENS,
         sum="step_tokens_total",
     )
-    step_tokens_total: int = counter()  # of all of these steps
+    step_tokens_total: int = counter()  # tokens of all these steps
     steps_per_depth: list[int] = counter(  # [n]: steps that drafted n deep
         "speculative_steps",
         "Steps with decoding requests, by how deep they drafted for the next one.",
@@ -264,7 +264,7 @@ class EngineStats:
     transfer_bytes_total: dict[str, int] = counter(
         "kv_transfer_bytes", f"Bytes of these pages; {WAYS_HELP}.", dict, label="kind", parts=TRANSFERS
     )
-    # of all of them together; several may be under way at once
+    # the sum over all pages; several transfers may run at once
     transfer_seconds_total: dict[str, float] = counter(
         "kv_transfer_seconds",
         f"Seconds that they took, each by itself; {WAYS_HELP}.",

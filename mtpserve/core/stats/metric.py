@@ -34,7 +34,7 @@ class Series:
     kind: Kind
     name: str
     help: str
-    value: Callable[[Any], float] | None = None  # of the field's value; None: that value
+    value: Callable[[Any], float] | None = None  # computes it from the field's value; None: that value
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Metric:
     vllm: tuple[Series, ...] = ()
     sglang: tuple[Series, ...] = ()
     replicas: tuple[Series, ...] = ()  # those that each engine has, beside the ones of all together
-    label: str = ""  # of a list's or a dictionary's series
+    label: str = ""  # the label of a list's or a dictionary's series
     parts: Parts | None = None
     bounds: tuple[int, ...] = ()  # a histogram's, without the infinite one; (): 1, 2, 3, …
     sum: str = ""  # the field with the sum of what a histogram counts; "": each is its bound
