@@ -20,7 +20,7 @@ from mtpserve.engine.pages.prefixes import Prefixes
 from mtpserve.engine.queue import MAX_PREFIX_LOOKUPS, QUEUE_KEY, SchedulingPolicy, WaitingQueue
 from mtpserve.engine.spans import admission, chunk, to_compute
 
-MAX_EXPECTED_TOKENS = 4096  # of a request's output, whatever its limit is
+MAX_EXPECTED_TOKENS = 4096  # a request's output, whatever its limit is
 
 
 class Admission:

@@ -24,7 +24,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
 
     req: RequestState
     tokens: list[int]
-    num_accepted_tokens: int = 0  # of `tokens`, from the front
+    num_accepted_tokens: int = 0  # accepted ones: the first of `tokens`
     proposal: Proposal = Proposal()  # what the step verified
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None

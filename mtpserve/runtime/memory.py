@@ -26,8 +26,8 @@ ESTIMATE = " (estimate)"  # after the names of rows that cannot be counted in ad
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     rows: list[tuple[str, int]]  # what, bytes
-    pages: tuple[int, ...]  # of each group, see core.arch.model.page_groups
-    states: int  # of recurrent layers, that are kept for requests with the same prefix
+    pages: tuple[int, ...]  # by group, see core.arch.model.page_groups
+    states: int  # recurrent layers' states that are kept for requests with the same prefix
     max_running: int
     context_length: int
 
@@ -48,7 +48,7 @@ class Fixed:
     trunk: int
     draft: int  # an MTP layer, or another draft model
     reduced: int  # the copy of the head's rows that drafting multiplies
-    itemsize: int  # of what the model computes with
+    itemsize: int  # bytes of a number that the model computes with
     what: str = "MTP layer"  # the draft model, for people
 
     @property
@@ -60,7 +60,7 @@ class Fixed:
         ]
 
 
-Sizes = Callable[[int], int]  # of running requests, in bytes
+Sizes = Callable[[int], int]  # running requests → bytes
 
 
 def state_sizes(arch: ModelArch, itemsize: int, ring: int) -> tuple[int, int]:
@@ -100,8 +100,8 @@ def page_shares(arch: ModelArch, sizes: TokenSizes, page_size: int, beyond: int)
 class TokenSizes:
     """Bytes of one token in one layer."""
 
-    stored: torch.dtype  # of keys and values
-    itemsize: int  # of what is not rounded
+    stored: torch.dtype  # the type of keys and values
+    itemsize: int  # bytes of a number that is not rounded
 
     def token(self, kind: Attention) -> int:
         return kind.numbers * self.stored.itemsize + self.scale(kind.index_dim) + kind.inputs * self.itemsize
@@ -159,7 +159,7 @@ class WorkingMemory:
     device: torch.device
     itemsize: int
     sizes: TokenSizes
-    boundary: int  # of one hidden row
+    boundary: int  # bytes of one hidden row
     context: int  # tokens
     state: Sizes  # what every seat has
     tables: Sizes  # what seats get once a request has a penalty or a bias

@@ -53,7 +53,7 @@ class Loading:
 
     number: int
     keys: Sequence[Key]
-    held: list[BlockList]  # of the device, with those that were there already
+    held: list[BlockList]  # pages of the device, with those that were there already
     missing: list[Missing]
     open: set[int]  # numbers of its transfers
     fetched: bool = False

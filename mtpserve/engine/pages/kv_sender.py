@@ -41,7 +41,7 @@ class KVSender:
         host memory is one of pages: the other node computes what is missing."""
         offer = PageOffer(*self._exporter, name, len(keys))
         if name in self._coming:
-            return offer  # of another choice of the same prompt
+            return offer  # another choice of the same prompt has it
         places = [
             (group, keys[column])
             for group, columns in enumerate(self._pages.needed(len(keys)))

@@ -45,8 +45,8 @@ from mtpserve.runtime.transfer import write
 log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-MIXED_ROWS = (16, 32, 64, 128, 256)  # of requests that decode beside prompts
-DEPTHS = (1, 3)  # of chains, in addition to the engine's own depth
+MIXED_ROWS = (16, 32, 64, 128, 256)  # numbers of requests that decode beside prompts
+DEPTHS = (1, 3)  # chains' depths, besides the engine's own
 LOG_EVERY = 10  # captures at start
 
 
@@ -60,8 +60,8 @@ class GraphKey:
     # Where nothing is drafted: a later step stores the rows' draft KV. Beside prompts it does so for some
     # rows.
     defers_kv: bool = False
-    rows: int = 0  # of all prompts together
-    spans: int = 0  # of these
+    rows: int = 0  # all prompts together
+    spans: int = 0  # prompts' spans
     resumed: bool = False  # some of these start right after pages of another request
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class CapturedGraph:
     # layers keep states
     request_numbers: Tensor
     prompt_numbers: Tensor | None  # [3, spans], see `padded_prompts`
-    layout: RowLayout | None  # of those that decode; every replay reads its tensors
+    layout: RowLayout | None  # for decoding requests; every replay reads its tensors
     max_drafts: int  # verified in one span
     has_trees: bool  # verified drafts may branch
     table: Tensor  # [requests + spans, …], see RunnerOutput

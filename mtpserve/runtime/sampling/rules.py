@@ -119,7 +119,7 @@ class RuleGroups:
 @dataclass(frozen=True, slots=True)
 class Words:
     words: tuple[tuple[int, ...], ...]
-    seats: Tensor  # of the requests that must not write them
+    seats: Tensor  # seats of requests that must not write them
     before: list[Tensor]  # the tokens of each word but its last
 
 

@@ -22,7 +22,7 @@ from mtpserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-VALUE = "value"  # of the argument "key" in a call that a template renders: as in the formats' examples
+VALUE = "value"  # the argument "key" has it in a call that a template renders, as in the formats' examples
 # reasoning parsers by what they expect, where no family has its own
 ALWAYS_REASONS, MAY_REASON = "deepseek_r1", "deepseek_v3"
 SWITCHES = ("enable_thinking", "thinking")  # variables by which templates turn reasoning on and off

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 MAX_BYTES_PER_TOKEN = 8  # a text with more bytes per token of the context is refused without tokenizing it
 INLINE_BYTES = 4096  # shorter texts are tokenized at once, in less time than a thread takes to start
 MATCHED_TOKENS = 256  # the last ones, in which the stop string is looked for: no token is shorter than a byte
-LOGGED_TOKENS = 256  # of a prompt, where prompts are logged
+LOGGED_TOKENS = 256  # a prompt's, where prompts are logged
 
 
 SGLANGS_NAME = "default"  # what its clients call any model
@@ -64,7 +64,7 @@ class Service:
     draining: bool = False
     history: RecentHistory = field(init=False)
     _live: dict[str, RequestClock] = field(default_factory=dict)  # what runs or waits, by the engine's ids
-    _aborted: set[str] = field(default_factory=set)  # of these, those that a client ended by their id
+    _aborted: set[str] = field(default_factory=set)  # live requests that a client ended by their id
     _needs: Needs | None = None
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from mtpserve.server.observe.percentiles import Latency, percentiles
 
 EVERY_S = 2.0
 KEPT_S = 600.0
-RECENT_S = 300.0  # of latencies
+RECENT_S = 300.0  # the window of recent latencies
 EARLY_S = 0.5  # a sample that is asked for is taken so much before its time
 
 Counts = dict[str, tuple[int, ...]]  # a histogram's, by its name
@@ -41,7 +41,7 @@ class HistoryObject(Rendered):
     pages_used: list[int]
     pages_total: list[int]
     accept_length: list[float | None]  # tokens per verification
-    cached_share: list[float | None]  # of prompt tokens
+    cached_share: list[float | None]  # share of prompt tokens
     depth: list[float | None]  # mean of the steps with decoding requests
 
 

@@ -41,7 +41,7 @@ LATENCIES = {  # what the page has percentiles of
 }
 
 
-# Of each engine, what its statistics do not say.
+# What an engine's statistics do not say.
 OF_ENGINES: tuple[tuple[str, str, Family, Callable[[EngineState], float]], ...] = (
     ("up", "1 while this engine takes requests.", GaugeMetricFamily, lambda engine: engine.state == "up"),
     (

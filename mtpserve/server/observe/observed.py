@@ -23,7 +23,7 @@ from mtpserve.core.stats.metric import Kind, Metric as Entry, Series
 from mtpserve.core.stats.reports import EngineState
 from mtpserve.server.observe.histogram import LoopHistogram
 
-# of the request that is answered in this context; "": it came by none
+# route of this context's request; "": it came by none
 ROUTE: ContextVar[str] = ContextVar("route", default="")
 WINDOW_S = 10.0
 SAMPLE_S = 1.0

@@ -21,12 +21,12 @@ class StepOutput(msgspec.Struct, frozen=True):
     tokens: list[int]  # those that count: up to the one that completed a stop string
     finish: Finish | None = None
     logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`
-    prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens
+    prompt_logprobs: list[TokenLogprob] | None = None  # for the next prompt tokens
     proposal: Proposal = Proposal()
     num_accepted_tokens: int = 0  # proposed tokens that the step accepted, before any stop string
     num_cached_tokens: int = 0  # with the first token: of the prompt, found in the prefix cache
     offer: PageOffer | None = None  # with `finish`
-    index: int = 0  # of the choice in its answer
+    index: int = 0  # the choice's number in its answer
 
     @property
     def accepted_nodes(self) -> list[int]:
@@ -52,7 +52,7 @@ class StepReader:
 
     detokenizer: Detokenizer
     clock: RequestClock
-    index: int = 0  # of the choice in its answer
+    index: int = 0  # the choice's number in its answer
     started: bool = False  # a token has come
     finish: Finish | None = None
     error: str | None = None  # the request has failed, after what was read
