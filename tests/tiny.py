@@ -180,7 +180,7 @@ def tiny_engine(
         EngineSizes(
             pages=[pages, window_pages][: len(page_groups(model.arch.layers))],
             page_size=page_size,
-            seats=seats,
+            max_num_reqs=seats,
             context=CONTEXT,
             states=states if recurrent_kinds(model.arch.layers) else 0,
         ),

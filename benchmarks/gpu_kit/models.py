@@ -142,7 +142,7 @@ def engine_of(model: DecoderModel, cell: Cell, device: torch.device, recorder: G
     sizes = EngineSizes(
         pages=[requests * pages] * len(page_groups(model.arch.layers)),
         page_size=PAGE,
-        seats=requests,
+        max_num_reqs=requests,
         context=pages * PAGE - 8 * (cell.drafts + 1),
     )
     options = EngineOptions(

@@ -123,11 +123,15 @@ def sampled_verdict(device_config: DeviceConfig, rows: int, vocab: int, cuts: in
     from mtpserve_kernels.spec.accept import accept
 
     device = device_config.device
-    logits, seats, one = torch.randn(rows, 1, vocab, device=device) * 3, torch.arange(rows, device=device), torch.ones(rows, device=device)
-    none, drafts = torch.zeros_like(seats), torch.zeros(rows, 0, dtype=torch.int64, device=device)
+    logits, req_indices, one = (
+        torch.randn(rows, 1, vocab, device=device) * 3,
+        torch.arange(rows, device=device),
+        torch.ones(rows, device=device),
+    )
+    none, drafts = torch.zeros_like(req_indices), torch.zeros(rows, 0, dtype=torch.int64, device=device)
     numbers = one, none, 0.9 * one, 0 * one, none, none.bool()
     options = {"any_top_k": False, "any_top_p": bool(cuts), "any_min_p": False}
-    return lambda i: accept(logits, drafts, none, None, None, seats, none, *numbers, None, 0, **options), logits.nbytes
+    return lambda i: accept(logits, drafts, none, None, None, req_indices, none, *numbers, None, 0, **options), logits.nbytes
 
 
 def sampled_drafts(device_config: DeviceConfig, rows: int, vocab: int, cuts: int) -> RunBytes:
@@ -135,11 +139,15 @@ def sampled_drafts(device_config: DeviceConfig, rows: int, vocab: int, cuts: int
     from mtpserve_kernels.spec.draw import draw
 
     device = device_config.device
-    logits, seats, one = torch.randn(rows, vocab, device=device) * 3, torch.arange(rows, device=device), torch.ones(rows, device=device)
-    none, q = torch.zeros_like(seats), torch.empty_like(logits)
+    logits, req_indices, one = (
+        torch.randn(rows, vocab, device=device) * 3,
+        torch.arange(rows, device=device),
+        torch.ones(rows, device=device),
+    )
+    none, q = torch.zeros_like(req_indices), torch.empty_like(logits)
     numbers = one, none, 0.9 * one, 0 * one, none, none.bool(), q
     options = {"any_top_k": False, "any_top_p": bool(cuts), "any_min_p": False}
-    return lambda i: draw(logits, seats, none, *numbers, **options), logits.nbytes + q.nbytes
+    return lambda i: draw(logits, req_indices, none, *numbers, **options), logits.nbytes + q.nbytes
 
 
 def head(device_config: DeviceConfig, rows: int, vocab: int, hidden: int, wide: int) -> RunBytes:

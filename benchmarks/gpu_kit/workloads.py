@@ -193,13 +193,13 @@ def sampler(device_config: DeviceConfig, rows: int, nodes: int, vocab: int) -> C
 
     device, requests = device_config.device, max(rows // nodes, 1)
     logits = torch.randn(requests, nodes, vocab, device=device)
-    seats, zero = torch.arange(requests, device=device), torch.zeros(requests, device=device)
+    req_indices, zero = torch.arange(requests, device=device), torch.zeros(requests, device=device)
     drafts = logits[:, :-1].argmax(-1)
-    none = torch.zeros_like(seats)
+    none = torch.zeros_like(req_indices)
     numbers = zero, none, zero + 1, zero, none, torch.ones(requests, dtype=torch.bool, device=device)
-    count = torch.full_like(seats, nodes - 1)
+    count = torch.full_like(req_indices, nodes - 1)
     return Call(
-        lambda i: accept(logits, drafts, count, None, None, seats, none, *numbers, None, nodes - 1, all_greedy=True)[0],
+        lambda i: accept(logits, drafts, count, None, None, req_indices, none, *numbers, None, nodes - 1, all_greedy=True)[0],
         lambda i: logits.argmax(-1).double(),
         logits.nbytes,
         {"argmax": lambda i: logits.argmax(-1)},

@@ -109,18 +109,18 @@ class Recurrence:
     def plan(self, batch: Batch) -> list[StateContext]:
         """Returns one context for each layer. It is called once for each step: the states then count as those
         after its committed rows."""
-        seats, starts, computed = batch.req_indices, batch.query_start_loc[:-1], self.states.computed
+        req_indices, starts, computed = batch.req_indices, batch.query_start_loc[:-1], self.states.computed
         begin = batch.token_indices[starts]
         length = batch.last_token_rows - starts + 1
-        replay = (begin - computed[seats]).clamp(min=0, max=self.states.ring.shape[2])
+        replay = (begin - computed[req_indices]).clamp(min=0, max=self.states.ring.shape[2])
         keep_after = keep_in = None
         if batch.checkpoint_tokens is not None and batch.checkpoint_states is not None:
             # The host only bounds where a request's state is.
             rows = batch.checkpoint_tokens - (begin - replay)
             keep_after = rows.clamp(min=0) * (rows <= replay + length)
-            keep_in = batch.checkpoint_states + self.states.seats
+            keep_in = batch.checkpoint_states + self.states.max_num_reqs
         spans = StateSpans(
-            seats,
+            req_indices,
             batch.query_start_loc,
             length,
             replay,
@@ -131,7 +131,7 @@ class Recurrence:
             batch.sample_rows.shape[1] - 1,
             batch.longest,
         )
-        computed[seats] = begin + length
+        computed[req_indices] = begin + length
         return [StateContext(layer, spans, self.rule, self.kernel) for layer in self.layers]
 
 

@@ -33,7 +33,7 @@ class States:
         poison: bool = False,
     ) -> None:  # fmt: skip
         (kind,) = set(layers)
-        self.kind, self.seats = kind, seats
+        self.kind, self.max_num_reqs = kind, seats
         rows, number = seats + num_checkpoints, len(layers)
         self.state = torch.empty(
             number, rows, kind.value_heads, kind.key_dim, kind.value_dim, device=device, dtype=torch.float32
@@ -60,25 +60,25 @@ class States:
     @property
     def pages(self) -> list[Tensor]:
         """[layers, kept, …] views of the states that are kept."""
-        return [part[:, self.seats :] for part in (self.state, self.before)]
+        return [part[:, self.max_num_reqs :] for part in (self.state, self.before)]
 
     def row_of(self, checkpoint: int) -> int:
         """The row of a state that is kept."""
-        return self.seats + checkpoint
+        return self.max_num_reqs + checkpoint
 
-    def start(self, seats: Tensor, computed: Tensor, sources: Tensor, targets: Tensor) -> None:
+    def start(self, req_indices: Tensor, computed: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Requests begin in `seats` [n] after `computed` [n] tokens; the seats `targets` [m] begin with the
         states that are kept in `sources` [m]. The others begin with their first token."""
-        self.computed[seats] = computed
+        self.computed[req_indices] = computed
         if len(targets):
             for part in (self.state, self.before):
-                part[:, targets] = part[:, sources + self.seats]
+                part[:, targets] = part[:, sources + self.max_num_reqs]
 
-    def move(self, seats: Tensor, path: Tensor) -> None:
+    def move(self, req_indices: Tensor, path: Tensor) -> None:
         """seats [R], path [R, D]: of a tree, the nodes of the rows that survived; the first that waits is 1.
         Their inputs are put together."""
         if self.ring.shape[2] == 0:
             return
         place = (path - 1).clamp(min=0)
         for part in (self.ring, self.ring_gates):
-            part[:, seats, : path.shape[1]] = part[:, seats.unsqueeze(1), place]
+            part[:, req_indices, : path.shape[1]] = part[:, req_indices.unsqueeze(1), place]

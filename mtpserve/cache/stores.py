@@ -124,10 +124,12 @@ class Stores:
             if store.group == group:
                 store.pool.move(source, target)
 
-    def move_entries(self, seats: Tensor, nodes: Tensor, index: Tensor, slots: Tensor, moved: Tensor) -> None:
+    def move_entries(
+        self, req_indices: Tensor, nodes: Tensor, index: Tensor, slots: Tensor, moved: Tensor
+    ) -> None:
         """seats [R]; of the nodes [R, D] that survived where `moved`, and became the tokens `index` [R, D] in
         `slots` of group 0: the entries that they have completed."""
-        seats = seats.unsqueeze(1)
+        req_indices = req_indices.unsqueeze(1)
         for store in self.stores:
             compressed = store.kind.compressed
             if compressed is None or store.entries is None or not store.nodes:
@@ -135,6 +137,6 @@ class Stores:
             # What does not move is copied to where it is.
             completes, node_slots = (
                 moved & ((index + 1) % compressed.every == 0),
-                store.of_node(seats, nodes.clamp(min=1)),
+                store.of_node(req_indices, nodes.clamp(min=1)),
             )
             store.entries.move(node_slots, torch.where(completes, slots // compressed.every, node_slots))

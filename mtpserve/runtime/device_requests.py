@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from mtpserve_kernels.cache import reference as cache
-from mtpserve_kernels.seats import reference
+from mtpserve_kernels.requests import reference
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Tree, VerifyOutput
@@ -33,7 +33,7 @@ STOPS = 32
 
 
 class RequestKernels(NamedTuple):
-    """What a step reads from the seats and writes to them, as mtpserve_kernels.seats.reference has it."""
+    """What a step reads from the seats and writes to them, as mtpserve_kernels.requests.reference has it."""
 
     slots: reference.SlotsOf = cache.slots
     place: Callable[..., reference.PlacedRows] | None = None  # None: the reference with these slots
@@ -163,7 +163,7 @@ class DeviceRequests:
         samples: Tensor,
         start: Tensor | None = None,
     ) -> reference.PlacedRows:
-        """The rows of a step: see mtpserve_kernels.seats.reference.place."""
+        """The rows of a step: see mtpserve_kernels.requests.reference.place."""
         return self._place(
             self._rows, req_indices, row_span, offset, query_start_loc, drafts, samples, start=start
         )
@@ -185,8 +185,8 @@ class DeviceRequests:
         )
 
     def result_table(self, batch: Batch, verify_output: VerifyOutput) -> Tensor:
-        """What the host gets of a step: see mtpserve_kernels.seats.reference.result_table. Before the seats
-        are changed."""
+        """What the host gets of a step: see mtpserve_kernels.requests.reference.result_table. Before the
+        seats are changed."""
         tree = (
             (batch.tree.parents, verify_output.path)
             if batch.tree is not None and verify_output.path is not None

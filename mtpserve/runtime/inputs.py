@@ -1,7 +1,7 @@
 """Spans to batch. The host knows widths; how far a request is, is read from the seats on the device.
 
 span 0: 3 prompt tokens      span 1: 1 token and 2 drafts
-rows       0 1 2             3 4 5            cu_q 0 3 6
+rows       0 1 2             3 4 5            query_start_loc 0 3 6
 offset     0 1 2             0 1 2            index = computed[seat] + offset
 last_row       2             3
 """

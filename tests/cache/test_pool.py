@@ -172,8 +172,8 @@ def test_entries_are_in_the_pages_of_full_attention() -> None:
     # Seat 1: node 2 becomes token 5 in slot 9 and has completed an entry, node 3 becomes token 6.
     for node in (1, 2, 3):
         one.entries.k[:, one.of_node(1, node)] = float(node)
-    seats, nodes, index = torch.tensor([1]), torch.tensor([[2, 3]]), torch.tensor([[5, 6]])
-    stores.move_entries(seats, nodes, index, torch.tensor([[9, 10]]), torch.tensor([[True, True]]))
+    req_indices, nodes, index = torch.tensor([1]), torch.tensor([[2, 3]]), torch.tensor([[5, 6]])
+    stores.move_entries(req_indices, nodes, index, torch.tensor([[9, 10]]), torch.tensor([[True, True]]))
     assert (one.entries.k[:, 4] == 2).all() and not one.entries.k[:, 5].any() and one.entries.k[:, :4].isnan().all()
-    stores.move_entries(seats, nodes, index, torch.tensor([[1, 2]]), torch.tensor([[False, False]]))
+    stores.move_entries(req_indices, nodes, index, torch.tensor([[1, 2]]), torch.tensor([[False, False]]))
     assert one.entries.k[:, :4].isnan().all()

@@ -38,7 +38,7 @@ def tree_of(requests: int, nodes: int, dice: torch.Generator) -> tuple[Tensor, T
 def case(requests: int, nodes: int, vocab: int, seed: int, tree: bool, drawn: bool, **given: Any) -> tuple[Any, ...]:
     """Logits of few likely tokens and drafts among them, so that drafts are accepted and refused."""
     dice = torch.Generator().manual_seed(seed)
-    seats = torch.randperm(requests + 2, generator=dice)[:requests]
+    req_indices = torch.randperm(requests + 2, generator=dice)[:requests]
     logits = torch.randn(requests, nodes, vocab, generator=dice) * 2
     likely = logits.topk(min(3, vocab), -1).indices
     drafts = likely[:, :-1].gather(2, torch.randint(likely.shape[2], (requests, nodes - 1, 1), generator=dice)).squeeze(2)
@@ -55,10 +55,10 @@ def case(requests: int, nodes: int, vocab: int, seed: int, tree: bool, drawn: bo
             drafts[twin, i] = -1
     per_seat = settings(requests + 2, dice, **given)
     q = torch.full((requests + 2, nodes - 1, vocab), torch.nan)
-    q[seats] = (logits[:, :-1] + torch.randn(requests, nodes - 1, vocab, generator=dice)).softmax(-1)
+    q[req_indices] = (logits[:, :-1] + torch.randn(requests, nodes - 1, vocab, generator=dice)).softmax(-1)
     count = torch.randint(nodes, (requests,), generator=dice)
     depth = nodes - 1 if depths is None else int(depths.max())
-    return (logits, drafts, count, parents, depths, seats, *per_seat.values(), q if drawn and nodes > 1 else None, depth)
+    return (logits, drafts, count, parents, depths, req_indices, *per_seat.values(), q if drawn and nodes > 1 else None, depth)
 
 
 def agree(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -89,8 +89,8 @@ def places(number: int, page: int) -> tuple[Tensor, Tensor, Tensor]:
     """page_table [6, 40], seats and index [number]"""
     dice = torch.Generator().manual_seed(number)
     table = torch.randint(1 << 40, (6, 40), generator=dice)
-    seats, index = (torch.randint(most, (number,), generator=dice) for most in (6, 40 * page))
-    return table, seats, index
+    req_indices, index = (torch.randint(most, (number,), generator=dice) for most in (6, 40 * page))
+    return table, req_indices, index
 
 
 def boundary(width: int, page: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -196,7 +196,7 @@ def states(target: str) -> None:
 
 def seats(target: str) -> None:
     """A step's own kernels: they have one form for all numbers of requests and rows."""
-    from mtpserve_kernels.seats import reference, step
+    from mtpserve_kernels.requests import reference, step
 
     records = reference.RequestTable(ints(4, 4128), ints(5, 4), ints(4, 32), torch.zeros(4, dtype=torch.bool), ints(4, 65), 64)
     requests, failed = ints(2), torch.zeros(2, dtype=torch.bool)

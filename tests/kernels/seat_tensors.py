@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from mtpserve_kernels.seats.reference import RequestTable
+from mtpserve_kernels.requests.reference import RequestTable
 from torch import Tensor
 
 LONGEST, PAGE = 96, 4  # tokens of a seat, and of a page

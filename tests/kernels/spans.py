@@ -32,12 +32,12 @@ class SpanCase:
         per = [-(-(n + self.shift) // page) for n in lengths]
         order = torch.randperm(sum(per) + 3, generator=dice)
         table = torch.full((len(spans) + 2, max(per) + 1), 1 << 40)  # an unused entry must not be followed
-        seats = torch.randperm(len(spans) + 2, generator=dice)[: len(spans)]
+        req_indices = torch.randperm(len(spans) + 2, generator=dice)[: len(spans)]
         slots = (sum(per) + 3) * page
         k = torch.full((slots, self.kv_heads, self.key_dim), torch.nan)
         v = torch.full((slots, self.kv_heads, self.value_dim), torch.nan)
         first, index, bits, starts, ends = 0, [], [], [], [0]
-        for (before, rows), req_idx, pages, n in zip(spans, seats.tolist(), per, lengths, strict=True):
+        for (before, rows), req_idx, pages, n in zip(spans, req_indices.tolist(), per, lengths, strict=True):
             mine = order[first : first + pages]
             first += pages
             nodes = min(rows, 64)  # the last rows are a tree's: its root, and what continues it
@@ -64,7 +64,8 @@ class SpanCase:
         k, v, q = (x.to(device, self.dtype) for x in (k, v, q))
         caches = (k,) if self.latent else (k, v)
         common = (
-            on(table), on(seats), on(ends), on(lengths), on(index), on(bits) if self.tree else None, on(starts) if self.tree else None,
+            on(table), on(req_indices), on(ends), on(lengths), on(index), on(bits) if self.tree else None,
+            on(starts) if self.tree else None,
             page, self.key_dim**-0.5,
         )  # fmt: skip
         # From one that hardly counts to one that hardly leaves anything to the keys.

@@ -95,8 +95,8 @@ def test_candidates_of_chunks(device: torch.device, shape: str) -> None:
             logits[:] = 0.5
         case "mostly forbidden":
             logits[..., 40:-10] = -torch.inf
-    seats = torch.zeros(1, dtype=torch.int64, device=device)
-    parts = chunks(logits.to(device), seats, torch.ones(1, device=device), has_cuts=True)
+    req_indices = torch.zeros(1, dtype=torch.int64, device=device)
+    parts = chunks(logits.to(device), req_indices, torch.ones(1, device=device), has_cuts=True)
     assert parts.candidates is not None and parts.bounds is not None
     for row, bounds, candidates in zip(logits[0], parts.bounds.cpu(), parts.candidates.cpu(), strict=True):
         for chunk, bound, some in zip(row.split(CHUNK), bounds, candidates, strict=True):

@@ -24,9 +24,9 @@ def test_paths_overlap_with_where_they_go(device: torch.device, heads: int, dim:
 
 @pytest.mark.parametrize(("number", "page"), [(0, 16), (1, 1), (7, 16), (300, 5), (513, 64)])
 def test_slots_of_places(device: torch.device, number: int, page: int) -> None:
-    table, seats, index = (x.to(device) for x in places(number, page))
-    wanted = reference.slots(table, seats, index, page)
-    assert torch.equal(slots(table, seats, index, page), wanted)
+    table, req_indices, index = (x.to(device) for x in places(number, page))
+    wanted = reference.slots(table, req_indices, index, page)
+    assert torch.equal(slots(table, req_indices, index, page), wanted)
 
 
 @pytest.mark.parametrize(("width", "page"), [(32, 4), (1500, 16), (7, 1)])

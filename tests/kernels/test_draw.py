@@ -20,9 +20,9 @@ def case(vocab: int, seed: int, given: dict[str, Any]) -> tuple[Any, ...]:
     """logits, seats, index and what the seats have, of five rows."""
     dice = torch.Generator().manual_seed(seed)
     per_seat = settings(7, dice, **given)
-    logits, seats = torch.randn(5, vocab, generator=dice) * 3 - 40, torch.randperm(7, generator=dice)[:5]
+    logits, req_indices = torch.randn(5, vocab, generator=dice) * 3 - 40, torch.randperm(7, generator=dice)[:5]
     index = torch.randint(1, 1000, (5,), generator=dice)
-    return logits, seats, index, *(per_seat[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "coupled"))
+    return logits, req_indices, index, *(per_seat[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "coupled"))
 
 
 def compare(device: torch.device, arguments: tuple[Any, ...], with_q: bool, **options: bool) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ def step(count: int) -> None:
     from mtpserve_kernels.quant.rows import linear_rows, widen_rows
     from mtpserve_kernels.recurrent.delta import recur
     from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans
-    from mtpserve_kernels.seats import reference, step as seats
+    from mtpserve_kernels.requests import reference, step as seats
     from mtpserve_kernels.spec.accept import accept
     from mtpserve_kernels.spec.argmax import argmax
     from mtpserve_kernels.spec.draw import draw

@@ -108,7 +108,7 @@ def table_engine(
         patch.setitem(KERNELS, "none", kernels())
         engine = assemble(
             model,
-            EngineSizes(pages=[seats * (1 + (80 + lookahead) // PAGE)], page_size=PAGE, seats=seats, context=80),
+            EngineSizes(pages=[seats * (1 + (80 + lookahead) // PAGE)], page_size=PAGE, max_num_reqs=seats, context=80),
             EngineOptions(
                 spec=spec,
                 scheduler=SchedulerConfig(chunked_prefill_size=budget),

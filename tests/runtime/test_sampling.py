@@ -102,9 +102,9 @@ def test_alone(params: SamplingParams) -> None:
 def test_rows_find_their_own_requests_numbers() -> None:
     """Several rows of one request, requests in any order, seats that take no part."""
     params = [SamplingParams(temperature=0.5), SamplingParams(temperature=0), SamplingParams(top_k=3), SamplingParams(top_p=0.4, min_p=0.1)]
-    seats = torch.tensor([3, 3, 1, 0, 0, 1, 3])
+    req_indices = torch.tensor([3, 3, 1, 0, 0, 1, 3])
     logits = rows(7, 40, seed=2)
-    compare(seated(params).for_batch([3, 1, 0]).probs(logits, seats), logits, [params[i] for i in seats.tolist()])
+    compare(seated(params).for_batch([3, 1, 0]).probs(logits, req_indices), logits, [params[i] for i in req_indices.tolist()])
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:

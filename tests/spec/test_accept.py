@@ -193,7 +193,7 @@ def test_greedy_compares_with_the_most_likely(k: int, mixed: bool) -> None:
     if mixed:
         sampler = batch.sampler
         assert isinstance(sampler, BatchSampler)
-        sampler.seats.temperature[0] = 1.0
+        sampler.state.temperature[0] = 1.0
         sampler.features = replace(sampler.features, all_greedy=False)
     verify_output = accept(logits, batch)
     for row in range(1 if mixed else 0, 300):

@@ -82,9 +82,9 @@ class Listener:
         )  # fmt: skip
         drafts = self.drafter.draft(batch, hidden, verify_output)
         if drafts is not None:
-            seats = batch.req_indices if batch.draft_spans is None else batch.req_indices[batch.draft_spans]
+            req_indices = batch.req_indices if batch.draft_spans is None else batch.req_indices[batch.draft_spans]
             logits = torch.stack(self.logits, 1)
-            for i, req_idx in enumerate(seats.tolist()):
+            for i, req_idx in enumerate(req_indices.tolist()):
                 ids = batch.req_tensors.tokens[req_idx, : batch.req_tensors.num_tokens[req_idx]].tolist()
                 greedy = drafts.probs is None or bool((drafts.probs[i].amax(-1) == 1).all())
                 self.rounds.append(Round(ids, drafts.tokens[i].tolist(), logits[i], greedy))

@@ -55,7 +55,7 @@ def _ordered(b_scores):
 
 @triton.jit(do_not_specialize=["first", "stride_scores"])
 def index_score_kernel(
-    p_q, p_weights, p_keys, p_scales, p_scores, p_page_table, p_req_indices, p_ends, p_bits, p_starts, first, stride_pages, stride_scores,
+    p_q, p_weights, p_keys, p_scales, p_scores, p_block_table, p_req_indices, p_ends, p_bits, p_starts, first, stride_pages, stride_scores,
     HEADS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, SHIFT: tl.constexpr, BEST: tl.constexpr,
 ):  # fmt: skip
     BH: tl.constexpr = triton.next_power_of_2(HEADS) if HEADS > 16 else 16
@@ -71,7 +71,7 @@ def index_score_kernel(
         p_rows = p_q + (i_row * HEADS + o_h[:, None]) * D
         b_q = tl.load(p_rows + o_d[None, :], mask=(o_h < HEADS)[:, None] & (o_d < D)[None, :], other=0.0)
         b_weight = tl.load(p_weights + i_row * HEADS + o_h, mask=o_h < HEADS, other=0.0)
-        p_pages = p_page_table + tl.load(p_req_indices + i_row) * stride_pages
+        p_pages = p_block_table + tl.load(p_req_indices + i_row) * stride_pages
         p_out = p_scores + tl.program_id(0).to(tl.int64) * stride_scores
         blocks = tl.cdiv(end, BN)
         per = tl.cdiv(blocks, splits)
@@ -113,7 +113,7 @@ def _threshold(p_row, end, best, B: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "stride_scores"])
 def choose_kernel(
-    p_scores, p_slots, p_counts, p_page_table, p_req_indices, p_ends, p_bits, p_starts, first, stride_pages, stride_scores,
+    p_scores, p_slots, p_counts, p_block_table, p_req_indices, p_ends, p_bits, p_starts, first, stride_pages, stride_scores,
     PAGE: tl.constexpr, SHIFT: tl.constexpr, BEST: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     i_row = first + tl.program_id(0).to(tl.int64)
@@ -121,7 +121,7 @@ def choose_kernel(
     bits, start = tl.full([], -1, tl.int64), end
     if p_bits is not None:
         bits, start = tl.load(p_bits + i_row), tl.load(p_starts + i_row).to(tl.int32)
-    p_pages = p_page_table + tl.load(p_req_indices + i_row) * stride_pages
+    p_pages = p_block_table + tl.load(p_req_indices + i_row) * stride_pages
     p_row = p_scores + tl.program_id(0).to(tl.int64) * stride_scores
     # Every number is above 0, in its place in the order: where nothing was scored all that is seen is taken.
     scored, least, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.uint32), tl.full([], 0, tl.int32)

@@ -5,7 +5,7 @@ tiles of BM. A program has one tile of one key head and one split of the keys.
 
     request 0: 3 rows x group 4         request 1: 1 row           BM = 8
     m     0 1 2 3 4 5 6 7 | 8 9 10 11   0 1 2 3                    row = m // group, head = m % group
-    tile  0               | 1           2                          request r's first: cu_q[r] * group // BM + r
+    tile  0               | 1           2                          request r's first: query_start_loc[r] * group // BM + r
 
 The grid does not depend on lengths, so that a captured graph serves all of them: the number of tiles is bounded by
 T * group // BM + R, that of the splits is given. A program reads from memory what it has to do, and returns at once if that is nothing.
@@ -17,7 +17,7 @@ A row sees column c (a place in its request) where all of these hold:
     with a window, c > position - window; the position is the index, and in a tree that of the root plus the row's ancestors
 
 Only the blocks of keys that some row of the tile sees are read, and the splits share those: pages before the window may have been freed.
-The key of column c is in the slot of token c + shift; index, kv_len, tree_bits and tree_start count columns, without the shift.
+The key of column c is in the slot of token c + shift; index, seq_lens, tree_bits and tree_start count columns, without the shift.
 
 Pages are looked up once per block of keys, as a block lies in one page, or in two where SHIFT moves it or a page is no multiple of it.
 Looked up for each key, the page numbers are loads that the keys wait for, one after the other.
@@ -160,7 +160,8 @@ def _combine_splits(p_out, p_parts, b_out_row, m_row, filled, splits, E: tl.cons
 
 @triton.jit(do_not_specialize=["requests"])
 def span_kernel(
-    p_q, p_k, p_v, p_out, p_parts, p_arrivals, p_page_table, p_req_indices, p_cu_q, p_kv_len, p_index, p_bits, p_tree_start, p_sinks,
+    p_q, p_k, p_v, p_out, p_parts, p_arrivals, p_block_table, p_req_indices, p_query_start_loc, p_seq_lens, p_index, p_bits,
+    p_tree_start, p_sinks,
     requests, stride_pages, factor,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -176,15 +177,15 @@ def span_kernel(
     SPLIT_BLOCKS: tl.constexpr = 1 if LATENT else MIN_BLOCKS  # a block of latent keys takes long
     i_tile, i_head, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads, splits = 1 if LATENT else tl.num_programs(1), tl.num_programs(2)
-    r = _request_of(i_tile, p_cu_q, requests, GROUP, BM)
-    first_row, end_row = tl.load(p_cu_q + r).to(tl.int32), tl.load(p_cu_q + r + 1).to(tl.int32)
+    r = _request_of(i_tile, p_query_start_loc, requests, GROUP, BM)
+    first_row, end_row = tl.load(p_query_start_loc + r).to(tl.int32), tl.load(p_query_start_loc + r + 1).to(tl.int32)
     o_m = (i_tile - (first_row * GROUP // BM + r)) * BM + tl.arange(0, BM)
     b_row = first_row + o_m // GROUP
     b_out_row = (b_row * kv_heads + i_head) * GROUP + o_m % GROUP
     m_row = b_row < end_row
     if tl.min(b_row) < end_row:
         b_index = tl.load(p_index + b_row, mask=m_row, other=-1).to(tl.int32)
-        columns = tl.minimum(tl.max(b_index) + 1, tl.load(p_kv_len + r).to(tl.int32))
+        columns = tl.minimum(tl.max(b_index) + 1, tl.load(p_seq_lens + r).to(tl.int32))
         tree_start, b_bits = columns, tl.full([BM], -1, tl.int64)
         if p_bits is not None:
             tree_start = tl.load(p_tree_start + r).to(tl.int32)
@@ -200,7 +201,7 @@ def span_kernel(
         low = skipped + i_split * per
         high = tl.minimum(low + per, blocks)
         if low < high:
-            p_pages = p_page_table + tl.load(p_req_indices + r) * stride_pages
+            p_pages = p_block_table + tl.load(p_req_indices + r) * stride_pages
             o_k, o_e, o_r = tl.arange(0, BK), tl.arange(0, BE), tl.arange(0, BR)
             p_rows = p_q + b_out_row.to(tl.int64)[:, None] * D
             b_q = tl.load(p_rows + o_k[None, :], mask=m_row[:, None] & (o_k < KEY)[None, :], other=0.0)
@@ -316,8 +317,8 @@ def span_gqa(
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], k [slots, kv_heads, D], v [slots, kv_heads, E] → [T, heads, E].
 
-    page_table [seats, pages], seats [R], cu_q [R+1], kv_len [R], index [T], tree_bits [T] or None, tree_start [R] or None: int64.
-    `window`: how many columns a row sees, itself included; 0: all. With a tree it is larger than the tree is deep. `shift`: the key
+    block_table [seats, pages], seats [R], query_start_loc [R+1], seq_lens [R], index [T], tree_bits [T] or None, tree_start [R] or None:
+    int64. `window`: how many columns a row sees, itself included; 0: all. With a tree it is larger than the tree is deep. `shift`: the key
     of column c is in the slot of token c + shift. `width`: rows of the widest span, which only chooses the tiles. sinks [heads] float32.
     """
     assert v.shape[:2] == k.shape[:2] and v.is_contiguous(), (k.shape, v.shape, v.stride())

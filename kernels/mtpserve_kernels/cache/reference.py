@@ -16,7 +16,7 @@ def compact(pool: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 def slots(block_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> Tensor:
-    """page_table [seats, columns]; seats and index [n], token `index` of a request → [n], its slot in the pool."""
+    """block_table [seats, columns]; seats and index [n], token `index` of a request → [n], its slot in the pool."""
     page: Tensor = block_table[seats, index // page_size]
     return page * page_size + index % page_size
 

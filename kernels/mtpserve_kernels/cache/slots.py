@@ -31,7 +31,7 @@ def boundary_kernel(p_rows, p_slots, p_hidden, WIDTH: tl.constexpr, PAGE: tl.con
 
 
 def slots(block_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> Tensor:
-    """See reference.slots; page_table has contiguous rows, seats and index are contiguous."""
+    """See reference.slots; block_table has contiguous rows, seats and index are contiguous."""
     assert block_table.stride(1) == 1 and seats.is_contiguous() and index.is_contiguous(), (seats.stride(), index.stride())
     out = torch.empty_like(index)
     if len(index):

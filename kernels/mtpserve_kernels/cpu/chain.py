@@ -74,8 +74,8 @@ def drafts(
     block_table: Tensor, sampling: Sampling | None, drawn: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`rows` that the layer computes, with features [T, H]; with `split` of all their keys and values alone, and then the last ones again.
-    `last` [D]: in which of them the requests end that are drafted for, seats [D], length and page_table by seat: int64 → drafts [D, steps],
-    and where they are `drawn` what from [D, steps, V] float32. `sampling` None: each is the largest."""
+    `last` [D]: in which of them the requests end that are drafted for, seats [D], length and block_table by seat: int64 → drafts [D,
+    steps], and where they are `drawn` what from [D, steps, V] float32. `sampling` None: each is the largest."""
     requests, (number, hidden) = seats.shape[0], features.shape
     step = Chain.from_buffer_copy(model)
     assert hidden == model.layer_pass.hidden and features.stride(1) == 1 and TYPES[features.dtype] == model.layer_pass.type

@@ -61,7 +61,8 @@ def advance(
 
 @triton.jit(do_not_specialize=["ring_rows", "drafted"])
 def recur_kernel(
-    p_x, p_gates, p_conv, p_skip, p_out, p_state, p_before, p_ring, p_ring_gates, p_req_indices, p_cu_q, p_length, p_replay, p_fresh,
+    p_x, p_gates, p_conv, p_skip, p_out, p_state, p_before, p_ring, p_ring_gates, p_req_indices, p_query_start_loc, p_length, p_replay,
+    p_fresh,
     p_parents, p_keep_after, p_keep_in, ring_rows, drafted, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     TAPS: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
@@ -69,8 +70,8 @@ def recur_kernel(
     i_v, i_h, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     KP: tl.constexpr = triton.next_power_of_2(DK)
     BV: tl.constexpr = COLUMNS if DV > COLUMNS else triton.next_power_of_2(DV)
-    req_idx, first, length = tl.load(p_req_indices + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
-    drafts = (tl.load(p_cu_q + i_r + 1) - first).to(tl.int32) - length
+    req_idx, first, length = tl.load(p_req_indices + i_r), tl.load(p_query_start_loc + i_r), tl.load(p_length + i_r).to(tl.int32)
+    drafts = (tl.load(p_query_start_loc + i_r + 1) - first).to(tl.int32) - length
     fresh = tl.load(p_fresh + i_r).to(tl.int32)
     replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r).to(tl.int32))
     o_k, o_v = tl.arange(0, KP), i_v * BV + tl.arange(0, BV)
@@ -122,13 +123,14 @@ def recur_kernel(
 
 @triton.jit(do_not_specialize=["ring_rows"])
 def keep_kernel(
-    p_x, p_gates, p_before, p_ring, p_ring_gates, p_req_indices, p_cu_q, p_length, p_replay, p_fresh, p_keep_after, p_keep_in, ring_rows,
+    p_x, p_gates, p_before, p_ring, p_ring_gates, p_req_indices, p_query_start_loc, p_length, p_replay, p_fresh, p_keep_after, p_keep_in,
+    ring_rows,
     C: tl.constexpr, HV: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
     """The inputs that the next step finds: of the last rows before it, and of those that wait."""
     i_c, i_r = tl.program_id(0), tl.program_id(1)
-    req_idx, first, length = tl.load(p_req_indices + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
-    drafts = (tl.load(p_cu_q + i_r + 1) - first).to(tl.int32) - length
+    req_idx, first, length = tl.load(p_req_indices + i_r), tl.load(p_query_start_loc + i_r), tl.load(p_length + i_r).to(tl.int32)
+    drafts = (tl.load(p_query_start_loc + i_r + 1) - first).to(tl.int32) - length
     fresh = tl.load(p_fresh + i_r).to(tl.int32)
     replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r).to(tl.int32))
     o_c = i_c * BC + tl.arange(0, BC)

@@ -56,7 +56,8 @@ class LayerState(NamedTuple):
 
 
 class StateSpans(NamedTuple):
-    """The spans of a step, R of them. Rows cu_q[r] … cu_q[r + 1] - 1 are span r's, the first `length[r]` of them are committed."""
+    """The spans of a step, R of them. Rows query_start_loc[r] … query_start_loc[r + 1] - 1 are span r's, the first `length[r]` of them are
+    committed."""
 
     seats: Tensor  # [R]
     query_start_loc: Tensor  # [R + 1]

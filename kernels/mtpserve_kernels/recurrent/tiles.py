@@ -41,12 +41,13 @@ def inverse(b_a, o_t, o_i):
 
 @triton.jit(do_not_specialize=["ring_rows"])
 def tiles_kernel(
-    p_x, p_gates, p_conv, p_out, p_state, p_before, p_ring, p_ring_gates, p_req_indices, p_cu_q, p_length, p_replay, p_fresh, p_keep_after,
+    p_x, p_gates, p_conv, p_out, p_state, p_before, p_ring, p_ring_gates, p_req_indices, p_query_start_loc, p_length, p_replay, p_fresh,
+    p_keep_after,
     p_keep_in, ring_rows, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """KEYS keys at a time, of a state that stays in the cache: a whole one beside all of a tile's keys does not fit into registers."""
     i_v, i_h, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    req_idx, first, length = tl.load(p_req_indices + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
+    req_idx, first, length = tl.load(p_req_indices + i_r), tl.load(p_query_start_loc + i_r), tl.load(p_length + i_r).to(tl.int32)
     fresh = tl.load(p_fresh + i_r).to(tl.int32)
     replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r).to(tl.int32))
     C: tl.constexpr = 2 * HK * DK + HV * DV

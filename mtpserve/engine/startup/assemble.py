@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from mtpserve_kernels.cache import reference
 from mtpserve_kernels.recurrent.reference import recur as reference_recur
-from mtpserve_kernels.seats.reference import draft_positions
+from mtpserve_kernels.requests.reference import draft_positions
 
 from mtpserve.attention.recurrent import MixedLayers, Recur, Recurrence
 from mtpserve.attention.registry import BACKENDS
@@ -75,12 +75,12 @@ KERNELS: dict[str, dict[str, str]] = {
         "compact": "mtpserve_kernels.cache.compact",
         "slots": "mtpserve_kernels.cache.slots",
         "store_boundary": "mtpserve_kernels.cache.slots",
-        "place": "mtpserve_kernels.seats.step",
-        "following": "mtpserve_kernels.seats.step",
-        "draft_positions": "mtpserve_kernels.seats.step",
-        "advance": "mtpserve_kernels.seats.step",
-        "hold": "mtpserve_kernels.seats.step",
-        "result_table": "mtpserve_kernels.seats.step",
+        "place": "mtpserve_kernels.requests.step",
+        "following": "mtpserve_kernels.requests.step",
+        "draft_positions": "mtpserve_kernels.requests.step",
+        "advance": "mtpserve_kernels.requests.step",
+        "hold": "mtpserve_kernels.requests.step",
+        "result_table": "mtpserve_kernels.requests.step",
         "verify": "mtpserve.spec.triton",
         "propose": "mtpserve.spec.triton",
     },
@@ -88,11 +88,11 @@ KERNELS: dict[str, dict[str, str]] = {
         "compact": "mtpserve_kernels.cpu.cache",
         "store_boundary": "mtpserve_kernels.cpu.cache",
         "keep": "mtpserve_kernels.cpu.cache",
-        "slots": "mtpserve_kernels.cpu.seats",
-        "place": "mtpserve_kernels.cpu.seats",
-        "following": "mtpserve_kernels.cpu.seats",
-        "advance": "mtpserve_kernels.cpu.seats",
-        "hold": "mtpserve_kernels.cpu.seats",
+        "slots": "mtpserve_kernels.cpu.requests",
+        "place": "mtpserve_kernels.cpu.requests",
+        "following": "mtpserve_kernels.cpu.requests",
+        "advance": "mtpserve_kernels.cpu.requests",
+        "hold": "mtpserve_kernels.cpu.requests",
         "verify": "mtpserve.spec.cpu",
         "propose": "mtpserve.spec.cpu",
         "draft_chain": "mtpserve.spec.cpu",
@@ -110,7 +110,7 @@ class EngineSizes:
     # pages for requests in each group (core.arch.model.page_groups); one more in each pads batches
     pages: Seq[int]
     page_size: int  # tokens in a page
-    seats: int  # requests that run at once
+    max_num_reqs: int  # requests that run at once
     context: int  # tokens of prompt and output together
     states: int = 0  # states of recurrent layers that are kept for requests with the same prefix
 
@@ -189,7 +189,7 @@ def make_states(
 ) -> States | None:
     """Returns the states of recurrent layers; None: the model has no recurrent layers."""
     kinds = recurrent_kinds(arch.layers)
-    seats = sizes.seats + 1
+    seats = sizes.max_num_reqs + 1
     return (
         States(kinds, seats, drafts.nodes, sizes.states, options.dtype, options.device, options.poison)
         if kinds
@@ -234,11 +234,11 @@ def draft_passes(
             sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device, store_boundary
         )
     if (rows := draft_model.features.rows) > 1:
-        history = FeatureHistory(sizes.seats + 1, rows, width // rows, options.dtype, options.device)
+        history = FeatureHistory(sizes.max_num_reqs + 1, rows, width // rows, options.dtype, options.device)
     if width and drafts.max_deferred_tokens:
         keep: Keep = kernels.get("keep", reference.keep)
         deferred = DeferredRows(
-            sizes.seats + 1, drafts.max_deferred_tokens, width, options.dtype, options.device, keep
+            sizes.max_num_reqs + 1, drafts.max_deferred_tokens, width, options.dtype, options.device, keep
         )
     draft_stores = stores.part(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
     scale = arch.scale if arch.draft is None else arch.draft.scale
@@ -260,7 +260,7 @@ def make_seats(
         **{name: kernels[name] for name in RequestKernels._fields if name in kernels}
     )
     return DeviceRequests(
-        sizes.seats, sizes.context, drafts, vocab, sizes.page_size, options.device, options.eos_ids,
+        sizes.max_num_reqs, sizes.context, drafts, vocab, sizes.page_size, options.device, options.eos_ids,
         sizes.pages, coupled, options.overlap,
         request_kernels,
     )  # fmt: skip
@@ -309,7 +309,7 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
     stores = Stores(
         attention_kinds(layers), [count + 1 for count in sizes.pages], sizes.page_size, options.dtype, device,
         options.poison,
-        kernels.get("compact", reference.compact), options.stored, (sizes.seats + 1, drafts.nodes),
+        kernels.get("compact", reference.compact), options.stored, (sizes.max_num_reqs + 1, drafts.nodes),
     )  # fmt: skip
     stores.clear_last()
     states, recur = make_states(arch, sizes, drafts, options), recur_of(options.backend)
@@ -337,8 +337,8 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
         verify=verify_kernel(options, kernels),
     )
     sampling = SamplingState(
-        sizes.seats,
-        LogitRules(req_tensors, sizes.seats, arch.vocab, options.eos_ids, options.processors, device),
+        sizes.max_num_reqs,
+        LogitRules(req_tensors, sizes.max_num_reqs, arch.vocab, options.eos_ids, options.processors, device),
         device,
     )
     grammars = None if options.grammars is None else prepared(options.grammars, options.others)
@@ -373,7 +373,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         options.scheduler,
         pages=parts.pages,
         kv_connector=parts.kv_connector,
-        max_running=sizes.seats,
+        max_running=sizes.max_num_reqs,
         context_length=sizes.context,
         vocab=model.arch.vocab,
         eos_ids=options.eos_ids,

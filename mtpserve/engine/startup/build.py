@@ -184,7 +184,7 @@ def sizes_of(planned: Plan) -> EngineSizes:
     return EngineSizes(
         pages=memory.pages,
         page_size=page_size,
-        seats=memory.max_running,
+        max_num_reqs=memory.max_running,
         context=memory.context_length,
         states=memory.states,
     )

@@ -37,7 +37,7 @@ class LogitRules:
         processors: Seq[LogitsProcessor],
         device: torch.device,
     ) -> None:
-        self.seats, self.vocab, self.eos_ids, self.processors, self.device = (
+        self.req_tensors, self.vocab, self.eos_ids, self.processors, self.device = (
             req_tensors,
             vocab,
             tuple(eos_ids),
@@ -131,7 +131,7 @@ class BatchRules:
         self, rules: LogitRules, requests: Seq[RunnerRequest], groups: RuleGroups, lists: Seq[Tensor]
     ) -> None:
         """`lists` are those of the groups, on the device."""
-        self.rules, self.seats = rules, rules.seats
+        self.rules, self.req_tensors = rules, rules.req_tensors
         self.by_seat = {request.req_idx: request for request in requests}
         # tokens committed by this step's verdict, which the records do not have yet
         self.fresh: dict[int, list[int]] = {}
@@ -149,8 +149,8 @@ class BatchRules:
             logits = logits + self.rules.bias[req_indices]
         for words in self.worded:
             logits = self.without_words(logits, words, req_indices, path, count)
-        for seats, ends in self.waiting:
-            logits = self.without_end(logits, ends, torch.isin(req_indices, seats), req_indices, count)
+        for held_indices, ends in self.waiting:
+            logits = self.without_end(logits, ends, torch.isin(req_indices, held_indices), req_indices, count)
         if self.any_penalty:
             logits = self.penalised(logits, req_indices, path, count)
         if not self.rules.processors and not self.grammars:
@@ -172,8 +172,8 @@ class BatchRules:
             mask = (place <= verify_output.num_accepted_tokens.unsqueeze(1)) & batch.samples.bool().unsqueeze(
                 1
             )
-            seats = batch.req_indices.unsqueeze(1).expand_as(verify_output.tokens)
-            self.rules.counts.index_put_((seats, verify_output.tokens), mask.long(), accumulate=True)
+            req_indices = batch.req_indices.unsqueeze(1).expand_as(verify_output.tokens)
+            self.rules.counts.index_put_((req_indices, verify_output.tokens), mask.long(), accumulate=True)
         if self.rules.processors or self.grammars:
             rows = zip(
                 batch.req_indices.tolist(),
@@ -203,10 +203,10 @@ class BatchRules:
     ) -> Tensor:
         """A word's last token is forbidden where the output ends with the rest of it."""
         owned, longest = torch.isin(req_indices, words.seats), max(map(len, words.before))
-        length = self.seats.num_tokens[req_indices]
+        length = self.req_tensors.num_tokens[req_indices]
         tail = length.unsqueeze(1) - longest + torch.arange(longest, device=logits.device)
-        history = torch.cat([self.seats.tokens[req_indices.unsqueeze(1), tail.clamp(min=0)], path], 1)
-        written = length + count - self.seats.num_prompt_tokens(req_indices)
+        history = torch.cat([self.req_tensors.tokens[req_indices.unsqueeze(1), tail.clamp(min=0)], path], 1)
+        written = length + count - self.req_tensors.num_prompt_tokens(req_indices)
         logits = logits.clone()
         for word, rest in zip(words.words, words.before, strict=True):
             before = len(rest)
@@ -218,7 +218,9 @@ class BatchRules:
     def without_end(
         self, logits: Tensor, ends: Tensor, owned: Tensor, req_indices: Tensor, count: Tensor
     ) -> Tensor:
-        written = self.seats.num_tokens[req_indices] + count - self.seats.num_prompt_tokens(req_indices)
+        written = (
+            self.req_tensors.num_tokens[req_indices] + count - self.req_tensors.num_prompt_tokens(req_indices)
+        )
         early = owned & (written < self.rules.least[req_indices])
         logits = logits.clone()
         logits[:, ends] = logits[:, ends].masked_fill(early.unsqueeze(1), -torch.inf)

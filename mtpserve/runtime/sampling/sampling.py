@@ -115,9 +115,9 @@ class BatchSampler:
     """core.protocols.Sampler for the requests of one step."""
 
     def __init__(
-        self, seats: SamplingState, features: SamplingFeatures, rules: BatchRules | None = None
+        self, state: SamplingState, features: SamplingFeatures, rules: BatchRules | None = None
     ) -> None:
-        self.seats, self.features, self.rules = seats, features, rules
+        self.state, self.features, self.rules = state, features, rules
 
     @property
     def all_greedy(self) -> bool:
@@ -137,12 +137,12 @@ class BatchSampler:
 
     @property
     def parameters(self) -> SamplingTensors:
-        seats, cuts = (
-            self.seats,
+        state, cuts = (
+            self.state,
             (self.features.largest_k > 0, self.features.any_top_p, self.features.any_min_p),
         )
         return SamplingTensors(
-            seats.temperature, seats.top_k, seats.top_p, seats.min_p, seats.seed, seats.coupled, *cuts
+            state.temperature, state.top_k, state.top_p, state.min_p, state.seed, state.coupled, *cuts
         )
 
     def processed(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
@@ -156,26 +156,26 @@ class BatchSampler:
             self.rules.advance(batch, verify_output)
 
     def greedy(self, req_indices: Tensor) -> Tensor:
-        return self.seats.temperature[req_indices] == 0
+        return self.state.temperature[req_indices] == 0
 
     def coupled(self, req_indices: Tensor) -> Tensor | None:
         if self.all_coupled:
             return torch.ones_like(req_indices, dtype=torch.bool)
-        return self.seats.coupled[req_indices] if self.features.any_coupled else None
+        return self.state.coupled[req_indices] if self.features.any_coupled else None
 
     def probs(self, logits: Tensor, req_indices: Tensor) -> Tensor:
-        seats, features = self.seats, self.features
-        temperature = seats.temperature[req_indices].unsqueeze(1)
+        state, features = self.state, self.features
+        temperature = state.temperature[req_indices].unsqueeze(1)
         greedy = temperature == 0
         # Divided after the maximum is taken off: a small temperature must not overflow.
         scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.masked_fill(greedy, 1.0)
         if features.largest_k > 0:
-            scaled = keep_top_k(scaled, seats.top_k[req_indices], features.largest_k)
+            scaled = keep_top_k(scaled, state.top_k[req_indices], features.largest_k)
         p = scaled.softmax(-1)
         if features.any_top_p:
-            p = keep_top_p(p, seats.top_p[req_indices].unsqueeze(1))
+            p = keep_top_p(p, state.top_p[req_indices].unsqueeze(1))
         if features.any_min_p:
-            min_p = seats.min_p[req_indices].unsqueeze(1)
+            min_p = state.min_p[req_indices].unsqueeze(1)
             p = renormalised(p.masked_fill(p < min_p * p.amax(-1, keepdim=True), 0), min_p > 0)
         if features.any_greedy:
             point = torch.zeros_like(p).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
@@ -192,7 +192,7 @@ class BatchSampler:
         return self.race(weights, req_indices, index, stream).argmax(-1)
 
     def key(self, req_indices: Tensor, index: Tensor, stream: int) -> Tensor:
-        return keyed(self.seats.seed[req_indices], index, stream)
+        return keyed(self.state.seed[req_indices], index, stream)
 
 
 def keep_top_k(logits: Tensor, k: Tensor, largest: int) -> Tensor:

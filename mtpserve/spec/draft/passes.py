@@ -44,8 +44,8 @@ SPLIT_ROWS, SPLIT_EACH = 16, 2
 # Absorbs a step's rows → so many drafts of each request that is drafted for [D, steps], and what they were
 # drawn from [D, steps, vocabulary]; None if all are point masses.
 DraftChain = Callable[["DraftPasses", Batch, Hidden, VerifyOutput, int], tuple[Tensor, Tensor | None]]
-# mtpserve_kernels.seats.reference.draft_positions with a page size: length, page_table, seat_ids, lookback,
-# steps → positions, slots.
+# mtpserve_kernels.requests.reference.draft_positions with a page size: length, block_table, req_indices,
+# lookback, steps → positions, slots.
 DraftPositions = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 
 

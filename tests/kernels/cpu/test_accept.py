@@ -28,11 +28,11 @@ def compare(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 def test_the_noise_is_the_same_number() -> None:
     """Of equal weights the token with the least noise wins: one wrong bit of a seed, an index or a token is seen."""
-    seats, index = torch.arange(400), torch.randint(0, 1 << 30, (400,))
+    req_indices, index = torch.arange(400), torch.randint(0, 1 << 30, (400,))
     seed = torch.randint(-(1 << 62), 1 << 62, (400,))
     seed[0], seed[1], index[2] = 0, -1, 0
     ones, zeros = torch.ones(400), torch.zeros(400, dtype=torch.int64)
-    tokens = cpu.draw(torch.zeros(400, 5003), seats, index, ones, zeros, ones, torch.zeros(400), seed, None, None)
+    tokens = cpu.draw(torch.zeros(400, 5003), req_indices, index, ones, zeros, ones, torch.zeros(400), seed, None, None)
     keys = torch.stack([noise.keyed(s, i, 2) for s, i in zip(seed, index, strict=True)])
     assert tokens.equal(noise.noise(keys, 5003).argmin(1))
 

@@ -58,12 +58,12 @@ def test_nothing_moves(requests: int) -> None:
 def test_the_last_rows_of_each_seat(number: int, width: int, room: int, dtype: torch.dtype, with_threads: WithThreads) -> None:
     dice = torch.Generator().manual_seed(number)
     rows, hidden = torch.randn(320 * room, width, generator=dice).to(dtype), torch.randn(number, width, generator=dice).to(dtype)
-    seats, index = torch.randperm(320, generator=dice)[:number], torch.randint(5000, (number,), generator=dice)
+    req_indices, index = torch.randperm(320, generator=dice)[:number], torch.randint(5000, (number,), generator=dice)
     wanted = rows.clone()
-    reference.keep(wanted, room, seats, index, hidden)
+    reference.keep(wanted, room, req_indices, index, hidden)
     for threads in (1, 2):
         made = rows.clone()
-        with_threads(threads, lambda made=made: keep(made, room, seats, index, hidden))
+        with_threads(threads, lambda made=made: keep(made, room, req_indices, index, hidden))
         assert torch.equal(made, wanted)
 
 

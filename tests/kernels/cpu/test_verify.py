@@ -44,14 +44,14 @@ def test_the_same_decision(temperature: float) -> None:
 def sampler_of(vocab: int, dice: torch.Generator, **asked: Any) -> BatchSampler:
     """Every seat with parameters of its own."""
     sizes = SpecSizes(steps=2, num_proposed=2, written=2)
-    seats = SamplingState(SEATS - 1, LogitRules(DeviceRequests(SEATS, 9, sizes, vocab, 16, CPU), SEATS, vocab, (), (), CPU), CPU)
+    state = SamplingState(SEATS - 1, LogitRules(DeviceRequests(SEATS, 9, sizes, vocab, 16, CPU), SEATS, vocab, (), (), CPU), CPU)
     for tensor, options in (
-        (seats.temperature, [0.0, 0.5, 1.0, 1.5]), (seats.top_p, [1.0, 0.9, 0.3]), (seats.min_p, [0.0, 0.1]), (seats.top_k, [0, 5, 40]),
-        (seats.coupled, [0, 1]),
+        (state.temperature, [0.0, 0.5, 1.0, 1.5]), (state.top_p, [1.0, 0.9, 0.3]), (state.min_p, [0.0, 0.1]), (state.top_k, [0, 5, 40]),
+        (state.coupled, [0, 1]),
     ):  # fmt: skip
         tensor.copy_(torch.tensor(options)[torch.randint(len(options), (SEATS,), generator=dice)])
-    seats.seed.copy_(torch.randint(-(1 << 62), 1 << 62, (SEATS,), generator=dice))
-    return BatchSampler(seats, SamplingFeatures(any_greedy=True, largest_k=40, any_top_p=True, any_min_p=True, **asked))
+    state.seed.copy_(torch.randint(-(1 << 62), 1 << 62, (SEATS,), generator=dice))
+    return BatchSampler(state, SamplingFeatures(any_greedy=True, largest_k=40, any_top_p=True, any_min_p=True, **asked))
 
 
 @pytest.mark.parametrize("asked", [{}, {"any_coupled": True}, {"any_coupled": True, "all_coupled": True}], ids=str)
@@ -61,7 +61,7 @@ def test_the_same_drafts(vocab: int, asked: dict[str, Any]) -> None:
         dice = torch.Generator().manual_seed(seed)
         sampler = sampler_of(vocab, dice, **asked)
         if not asked:
-            sampler.seats.coupled.zero_()
+            sampler.state.coupled.zero_()
         req_indices, index = torch.randperm(SEATS, generator=dice), torch.randint(500, (SEATS,), generator=dice)
         logits = torch.randn(SEATS, vocab, generator=dice) * 2
         logits[0, ::3] = -torch.inf  # forbidden

@@ -77,9 +77,9 @@ template <class K> struct Work {
     scratch.rows.resize(last - first + 1);
     for (int64_t i = first; i <= last; i++) {
       Row& row = scratch.rows[i - first];
-      const int64_t t = spans.cu_q[r] + i;
+      const int64_t t = spans.query_start_loc[r] + i;
       int64_t position = spans.index[t];
-      int64_t until = std::min(position + 1, spans.kv_len[r]);
+      int64_t until = std::min(position + 1, spans.seq_lens[r]);
       row.end = until, row.ancestors = 0;
       uint64_t bits = spans.tree_bits ? uint64_t(spans.tree_bits[t]) : ~0ull;
       if (bits != ~0ull) {
@@ -136,7 +136,7 @@ template <class K> struct Work {
   template <class F> void each_row(const F& f) const {
     int64_t i = 0;
     for (int64_t h = piece.heads.first; h < piece.heads.end; h++)
-      for (int64_t m = piece.rows.first; m < piece.rows.end; m++) f(i++, spans.cu_q[piece.request] + m / group, h * group + m % group);
+      for (int64_t m = piece.rows.first; m < piece.rows.end; m++) f(i++, spans.query_start_loc[piece.request] + m / group, h * group + m % group);
   }
 
   // The columns start + seen; before and after them, up to whole vectors, is the first of these again, which was written.
@@ -322,12 +322,12 @@ template <class K> struct Work {
   }
 };
 
-int64_t rows_of(const Spans& spans, int64_t r) { return spans.cu_q[r + 1] - spans.cu_q[r]; }
+int64_t rows_of(const Spans& spans, int64_t r) { return spans.query_start_loc[r + 1] - spans.query_start_loc[r]; }
 
 // About how long the requests [first, end) take, in multiplications; loading a key costs as much as some rows.
 int64_t cost_of(const Spans& spans, int64_t first, int64_t end) {
   int64_t total = 0;
-  for (int64_t r = first; r < end; r++) total += spans.kv_len[r] * (8 * spans.kv_heads + rows_of(spans, r) * spans.heads);
+  for (int64_t r = first; r < end; r++) total += spans.seq_lens[r] * (8 * spans.kv_heads + rows_of(spans, r) * spans.heads);
   return total * (spans.key_dim + spans.value_dim);
 }
 

@@ -7,8 +7,8 @@ namespace mtp {
 struct Spans {
   const int64_t* page_table;  // [seats, table_stride]
   const int64_t* seats;       // [requests]
-  const int64_t* cu_q;        // [requests + 1]
-  const int64_t* kv_len;      // [requests]
+  const int64_t* query_start_loc;        // [requests + 1]
+  const int64_t* seq_lens;      // [requests]
   const int64_t* index;       // [rows]
   const int64_t* tree_bits;   // [rows] or null
   const int64_t* tree_start;  // [requests] or null

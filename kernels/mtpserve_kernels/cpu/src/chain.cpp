@@ -10,7 +10,7 @@ namespace mtp {
 struct Absorbed {
   int64_t rows, requests;
   const int64_t *ids, *index, *slots;    // [rows], each at its index's position
-  const int64_t *seats, *cu_q, *kv_len;  // [requests], cu_q one more
+  const int64_t *seats, *query_start_loc, *seq_lens;  // [requests], query_start_loc one more
   const void* features;                  // [rows, hidden] with `stride` from row to row
   int64_t stride;
   const int64_t* last;  // [drafted]
@@ -47,15 +47,15 @@ void gather(const void* from, int64_t stride, const int64_t* rows, int64_t count
 extern "C" void mtp_chain(const Chain* chain, int32_t threads) {
   const Matrix& head = *chain->head;
   const int64_t requests = chain->spans.requests, hidden = chain->pass.hidden, vocab = head.outputs, steps = chain->steps;
-  int64_t *index = room(integers, 5 * requests + 1), *kv_len = index + requests, *slots = kv_len + requests;
-  int64_t *drafted = slots + requests, *cu_q = drafted + requests;
-  for (int64_t r = 0; r <= requests; r++) cu_q[r] = r;
+  int64_t *index = room(integers, 5 * requests + 1), *seq_lens = index + requests, *slots = seq_lens + requests;
+  int64_t *drafted = slots + requests, *query_start_loc = drafted + requests;
+  for (int64_t r = 0; r <= requests; r++) query_start_loc[r] = r;
   // A pass reads the features that the one before it has written.
   const int64_t size = requests * hidden * size_of(chain->pass.type);
   char *out = room(outputs, 5 * size), *totals[] = {out + size, out + 2 * size}, *normeds[] = {out + 3 * size, out + 4 * size};
 
   Spans spans = chain->spans;
-  spans.cu_q = cu_q, spans.kv_len = kv_len, spans.index = index;
+  spans.query_start_loc = query_start_loc, spans.seq_lens = seq_lens, spans.index = index;
   Context context = chain->context;
   context.spans = &spans, context.slots = slots;
   Pass pass = chain->pass;
@@ -64,7 +64,7 @@ extern "C" void mtp_chain(const Chain* chain, int32_t threads) {
   const Absorbed& given = chain->absorbed;
   const int64_t number = size_of(pass.type), width = hidden * number, *last = given.last;
   Spans whole = chain->spans;
-  whole.requests = given.requests, whole.seats = given.seats, whole.cu_q = given.cu_q, whole.kv_len = given.kv_len;
+  whole.requests = given.requests, whole.seats = given.seats, whole.query_start_loc = given.query_start_loc, whole.seq_lens = given.seq_lens;
   whole.index = given.index;
   Context stored = chain->context;
   stored.spans = &whole, stored.slots = given.slots;
@@ -77,7 +77,7 @@ extern "C" void mtp_chain(const Chain* chain, int32_t threads) {
     char* const own = normeds[0];
     gather(given.features, given.stride * number, last, requests, width, own);
     for (int64_t r = 0; r < requests; r++) {
-      index[r] = given.index[last[r]], kv_len[r] = index[r] + 1, slots[r] = given.slots[last[r]], drafted[r] = given.ids[last[r]];
+      index[r] = given.index[last[r]], seq_lens[r] = index[r] + 1, slots[r] = given.slots[last[r]], drafted[r] = given.ids[last[r]];
     }
     pass.features = own, pass.total = totals[1], pass.normed = normeds[1];
     mtp_layers(chain->layer, &context, 1, &pass, threads);
@@ -106,7 +106,7 @@ extern "C" void mtp_chain(const Chain* chain, int32_t threads) {
     for (int64_t r = 0; r < requests; r++) {
       const int64_t place = index[r], *pages = spans.page_table + spans.seats[r] * spans.table_stride;
       slots[r] = pages[place / spans.page_size] * spans.page_size + place % spans.page_size;
-      kv_len[r] = place, index[r] = place - 1;
+      seq_lens[r] = place, index[r] = place - 1;
     }
     pass.features = features, pass.total = totals[step % 2], pass.normed = normeds[step % 2];
     mtp_layers(chain->layer, &context, 1, &pass, threads);

@@ -36,7 +36,7 @@ struct LayerState {
 };
 
 struct StateSpans {
-  const int64_t *seats, *cu_q, *length, *replay, *fresh;
+  const int64_t *seats, *query_start_loc, *length, *replay, *fresh;
   const int64_t* parents;  // [requests, parents_stride] or null: chains
   const int64_t *keep_after, *keep_in;
   int64_t requests, parents_stride;
@@ -63,7 +63,7 @@ template <class T> struct Rows {
 
   Rows(const Work& work, int64_t r) : work(work) {
     const StateSpans& spans = work.spans;
-    seat = spans.seats[r], first = spans.cu_q[r], length = spans.length[r], drafts = spans.cu_q[r + 1] - first - length;
+    seat = spans.seats[r], first = spans.query_start_loc[r], length = spans.length[r], drafts = spans.query_start_loc[r + 1] - first - length;
     fresh = spans.fresh[r], replay = fresh ? 0 : spans.replay[r], history = work.rule.taps - 1;
   }
   const T* ring(int64_t j) const { return (T*)work.layer.ring + (seat * work.layer.ring_rows + j) * work.rule.channels(); }
@@ -222,7 +222,7 @@ void mtp_recur(const Rule* rule, const LayerState* layer, const StateSpans* span
   const Work work{*rule, *layer, *spans, x, x_stride, gates, conv, skip, out};
   const int64_t total = spans->requests * rule->value_heads;
   std::atomic<int64_t> next{0};
-  parallel(worth(threads, spans->cu_q[spans->requests] * rule->value_heads * rule->state()), [&](const Member& member) {
+  parallel(worth(threads, spans->query_start_loc[spans->requests] * rule->value_heads * rule->state()), [&](const Member& member) {
     by_type(layer->type, [&](auto number) {
       using T = decltype(number);
       for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < total;)

@@ -1,5 +1,5 @@
 // What a step reads from the seats of its requests, and writes to them. A step's rows take less time than a second thread to start.
-// Reference: mtpserve_kernels/seats/reference.py.
+// Reference: mtpserve_kernels/requests/reference.py.
 #include "threads.h"
 
 namespace mtp {
@@ -28,21 +28,21 @@ void mtp_slots(const int64_t* page_table, int64_t stride, int64_t columns, int64
   for (int64_t i = 0; i < count; i++) out[i] = slot_of(page_table + seats[i] * stride, columns, page_size, index[i]);
 }
 
-// Request r has the rows cu_q[r] … cu_q[r + 1] - 1, from start[r] on (null: from what is computed of it), and at most drafts[r] drafts.
-// → out: ids, index, slots, row_seats [rows]; kv_len, draft_count, samples [requests].
-void mtp_place(const Seats* s, const int64_t* seats, const int64_t* cu_q, const int64_t* start, const int64_t* drafts,
+// Request r has the rows query_start_loc[r] … query_start_loc[r + 1] - 1, from start[r] on (null: from what is computed of it), and at most drafts[r] drafts.
+// → out: ids, index, slots, row_seats [rows]; seq_lens, draft_count, samples [requests].
+void mtp_place(const Seats* s, const int64_t* seats, const int64_t* query_start_loc, const int64_t* start, const int64_t* drafts,
                const int64_t* samples, int64_t requests, int64_t rows, int64_t* out, int32_t) {
   int64_t *ids = out, *index = ids + rows, *slots = index + rows, *row_seats = slots + rows;
-  int64_t *kv_len = row_seats + rows, *draft_count = kv_len + requests, *sampling = draft_count + requests;
+  int64_t *seq_lens = row_seats + rows, *draft_count = seq_lens + requests, *sampling = draft_count + requests;
   for (int64_t r = 0; r < requests; r++) {
     const int64_t seat = seats[r], first = start ? start[r] : s->computed[seat];
     // With room for n tokens, n - 1 drafts and the target's own token fill it.
     const int64_t useful = std::max<int64_t>(0, std::min(s->waiting[seat], s->limit[seat] - s->length[seat] - 1));
-    kv_len[r] = first + cu_q[r + 1] - cu_q[r];
+    seq_lens[r] = first + query_start_loc[r + 1] - query_start_loc[r];
     draft_count[r] = s->done[seat] ? 0 : std::min(drafts[r], useful);
     sampling[r] = s->done[seat] ? 0 : samples[r];
-    for (int64_t t = cu_q[r]; t < cu_q[r + 1]; t++) {
-      index[t] = first + t - cu_q[r], row_seats[t] = seat;
+    for (int64_t t = query_start_loc[r]; t < query_start_loc[r + 1]; t++) {
+      index[t] = first + t - query_start_loc[r], row_seats[t] = seat;
       ids[t] = s->tokens[seat * s->width + index[t]], slots[t] = s->slot(seat, index[t]);
     }
   }
@@ -72,13 +72,13 @@ void mtp_hold(const Seats* s, const int64_t* seats, const int64_t* tokens, const
 }
 
 // tokens [requests, width]: where samples[r] is 1, the first accepted[r] + 1 are committed.
-void mtp_advance(const Seats* s, const int64_t* seats, const int64_t* cu_q, const int64_t* last_row, const int64_t* samples,
+void mtp_advance(const Seats* s, const int64_t* seats, const int64_t* query_start_loc, const int64_t* last_row, const int64_t* samples,
                  const int64_t* accepted, const int64_t* tokens, int64_t requests, int64_t width, int32_t) {
   for (int64_t r = 0; r < requests; r++, tokens += width) {
     const int64_t seat = seats[r], kept = samples[r] ? accepted[r] : 0, *end = tokens + kept + samples[r];
     const int64_t* stops = s->stops + seat * s->most_stops;
     std::copy_n(tokens, width, s->tokens + seat * s->width + s->length[seat]);
-    if (!s->done[seat]) s->computed[seat] += last_row[r] - cu_q[r] + 1 + kept;
+    if (!s->done[seat]) s->computed[seat] += last_row[r] - query_start_loc[r] + 1 + kept;
     s->length[seat] += end - tokens;
     const bool stopped = std::find_first_of(tokens, end, stops, stops + s->most_stops) != end;
     s->done[seat] = s->done[seat] || stopped || s->length[seat] >= s->limit[seat];

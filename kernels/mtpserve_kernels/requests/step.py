@@ -1,6 +1,6 @@
 """What a step reads from the seats of its requests, and writes to them, for a GPU: the same bits as `reference`, each in one launch.
 
-`seats.counts` has the rows length, computed, prompt, limit, waiting. Every index is 0 or more. A seat that occurs twice in a step pads
+`table.counts` has the rows length, computed, prompt, limit, waiting. Every index is 0 or more. A seat that occurs twice in a step pads
 it: it is done and does not sample. Its programs write what is there already, and tokens after its length, where nothing counts.
 
 Rows of a result start at multiples of 16 bytes: Triton compiles the kernels that read them anew for pointers with less.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpserve_kernels.seats.reference import PlacedRows, RequestTable
+from mtpserve_kernels.requests.reference import PlacedRows, RequestTable
 
 B = 32  # rows of a program: each waits for a few dependent loads, so that many small programs take as long as one
 ALIGNED = 2  # numbers, 16 bytes
@@ -34,9 +34,12 @@ def _begin(p_counts, p_start, req_idx, request, stride_counts, m):
     return begin
 
 
-@triton.jit(do_not_specialize=["p_req_indices", "p_span", "p_offset", "p_cu_q", "p_drafts", "p_samples", "p_start", "rows", "requests"])
+@triton.jit(
+    do_not_specialize=["p_req_indices", "p_span", "p_offset", "p_query_start_loc", "p_drafts", "p_samples", "p_start", "rows", "requests"]
+)
 def place_kernel(
-    p_out, p_tokens, p_counts, p_done, p_table, p_req_indices, p_span, p_offset, p_cu_q, p_drafts, p_samples, p_start, rows, requests,
+    p_out, p_tokens, p_counts, p_done, p_table, p_req_indices, p_span, p_offset, p_query_start_loc, p_drafts, p_samples, p_start, rows,
+    requests,
     stride_counts, stride_tokens, stride_table, PAGE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """p_out: four results of `rows` and three of `requests`, each with room for an even number."""
@@ -49,7 +52,7 @@ def place_kernel(
     length, limit = tl.load(p_counts + req_idx, mask=m, other=0), tl.load(p_counts + 3 * stride_counts + req_idx, mask=m, other=0)
     waiting, live = tl.load(p_counts + 4 * stride_counts + req_idx, mask=m, other=0), tl.load(p_done + req_idx, mask=m, other=1) == 0
     drafts, samples = tl.load(p_drafts + o, mask=m, other=0), tl.load(p_samples + o, mask=m, other=0)
-    width = tl.load(p_cu_q + o + 1, mask=m, other=0) - tl.load(p_cu_q + o, mask=m, other=0)
+    width = tl.load(p_query_start_loc + o + 1, mask=m, other=0) - tl.load(p_query_start_loc + o, mask=m, other=0)
     token = tl.load(p_tokens + row_seat * stride_tokens + index, mask=m_row, other=0)
     slot = _slot(p_table, row_seat, index, stride_table, m_row, PAGE)
     room = tl.maximum(tl.minimum(waiting, limit - length - 1), 0)
@@ -118,9 +121,10 @@ def hold_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["p_req_indices", "p_cu_q", "p_last", "p_samples", "p_accepted", "p_verdict"])
+@triton.jit(do_not_specialize=["p_req_indices", "p_query_start_loc", "p_last", "p_samples", "p_accepted", "p_verdict"])
 def advance_kernel(
-    p_tokens, p_counts, p_stops, p_done, p_req_indices, p_cu_q, p_last, p_samples, p_accepted, p_verdict, stride_counts, stride_tokens,
+    p_tokens, p_counts, p_stops, p_done, p_req_indices, p_query_start_loc, p_last, p_samples, p_accepted, p_verdict, stride_counts,
+    stride_tokens,
     WIDTH: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
     """p_verdict [requests, WIDTH], p_stops [seats, STOPS]. The program's own writes come after all of its reads."""
@@ -129,7 +133,7 @@ def advance_kernel(
     length, computed = tl.load(p_counts + req_idx), tl.load(p_counts + stride_counts + req_idx)
     limit, done = tl.load(p_counts + 3 * stride_counts + req_idx), tl.load(p_done + req_idx) != 0
     accepted = tl.load(p_accepted + r) * samples
-    rows = tl.load(p_last + r) - tl.load(p_cu_q + r) + 1
+    rows = tl.load(p_last + r) - tl.load(p_query_start_loc + r) + 1
     o, o_stop = tl.arange(0, triton.next_power_of_2(WIDTH)), tl.arange(0, triton.next_power_of_2(STOPS))
     m = o < WIDTH
     b_token = tl.load(p_verdict + r * WIDTH + o, mask=m, other=0)
@@ -190,7 +194,7 @@ def row_stride(number: int) -> int:
 
 
 def place(
-    seats: RequestTable, req_indices: Tensor, row_span: Tensor, offset: Tensor, query_start_loc: Tensor, drafts: Tensor, samples: Tensor, *,
+    table: RequestTable, req_indices: Tensor, row_span: Tensor, offset: Tensor, query_start_loc: Tensor, drafts: Tensor, samples: Tensor, *,
     start: Tensor | None = None,
 ) -> PlacedRows:  # fmt: skip
     """See reference.place; all are contiguous int64."""
@@ -198,22 +202,22 @@ def place(
     out = torch.empty(4 * row_stride(rows) + 3 * row_stride(requests), dtype=torch.int64, device=req_indices.device)
     if requests:
         place_kernel[(triton.cdiv(max(rows, requests), B),)](
-            out, seats.tokens, seats.counts, seats.done, seats.block_table, req_indices, row_span, offset, query_start_loc, drafts, samples,
-            start, rows, requests, seats.counts.stride(0), seats.tokens.stride(0), seats.block_table.stride(0),
-            PAGE=seats.page_size, B=B, num_warps=1,
+            out, table.tokens, table.counts, table.done, table.block_table, req_indices, row_span, offset, query_start_loc, drafts, samples,
+            start, rows, requests, table.counts.stride(0), table.tokens.stride(0), table.block_table.stride(0),
+            PAGE=table.page_size, B=B, num_warps=1,
         )  # fmt: skip
     of_rows, of_requests = out.split([4 * row_stride(rows), 3 * row_stride(requests)])
     return (*of_rows.view(4, -1)[:, :rows].unbind(), *of_requests.view(3, -1)[:, :requests].unbind())
 
 
-def following(seats: RequestTable, token_req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def following(table: RequestTable, token_req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See reference.following; both are contiguous int64."""
     rows = index.shape[0]
     out = torch.empty(3, row_stride(rows), dtype=torch.int64, device=index.device)
     if rows:
         following_kernel[(triton.cdiv(rows, B),)](
-            out, seats.tokens, seats.block_table, token_req_indices, index, rows, seats.tokens.stride(0), seats.block_table.stride(0),
-            PAGE=seats.page_size, B=B, num_warps=1,
+            out, table.tokens, table.block_table, token_req_indices, index, rows, table.tokens.stride(0), table.block_table.stride(0),
+            PAGE=table.page_size, B=B, num_warps=1,
         )  # fmt: skip
     ids, after, slots = out[:, :rows].unbind()
     return ids, after, slots
@@ -222,7 +226,7 @@ def following(seats: RequestTable, token_req_indices: Tensor, index: Tensor) -> 
 def draft_positions(
     length: Tensor, block_table: Tensor, req_indices: Tensor, lookback: int, steps: int, page_size: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See reference.draft_positions; length and seat_ids are contiguous, page_table has contiguous rows."""
+    """See reference.draft_positions; length and req_indices are contiguous, block_table has contiguous rows."""
     assert steps > 0 and lookback >= 0 and block_table.stride(1) == 1, (steps, lookback, block_table.stride())
     requests = req_indices.shape[0]
     out = torch.empty(lookback + 2 * steps - 1, row_stride(requests), dtype=torch.int64, device=length.device)
@@ -234,8 +238,8 @@ def draft_positions(
     return positions, slots
 
 
-def hold(seats: RequestTable, req_indices: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
-    """See reference.hold; seat_ids and count are contiguous int64, and `drawn` is contiguous float32."""
+def hold(table: RequestTable, req_indices: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
+    """See reference.hold; req_indices and count are contiguous int64, and `drawn` is contiguous float32."""
     (requests, drafts), (probs, seat_probs), numbers, stride = tokens.shape, drawn or (None, None), 0, 0
     if probs is not None and seat_probs is not None:
         assert probs.is_contiguous() and seat_probs.is_contiguous() and probs.dtype == seat_probs.dtype == torch.float32
@@ -246,20 +250,20 @@ def hold(seats: RequestTable, req_indices: Tensor, tokens: Tensor, count: Tensor
         numbers, stride = probs.shape[1] * probs.shape[2], seat_probs.stride(0)
     if requests:
         hold_kernel[(requests, max(1, triton.cdiv(numbers, NUMBERS)))](
-            seats.tokens, seats.counts, req_indices, tokens, count, probs, seat_probs, seats.counts.stride(0), seats.tokens.stride(0),
+            table.tokens, table.counts, req_indices, tokens, count, probs, seat_probs, table.counts.stride(0), table.tokens.stride(0),
             *tokens.stride(), stride, numbers, DRAFTS=drafts, B=NUMBERS, num_warps=1 if probs is None else 8,
         )  # fmt: skip
 
 
 def advance(
-    seats: RequestTable, req_indices: Tensor, query_start_loc: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor
+    table: RequestTable, req_indices: Tensor, query_start_loc: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor
 ) -> None:
     """See reference.advance; all are contiguous int64, but for the tokens."""
     requests, width = tokens.shape
     if requests:
         advance_kernel[(requests,)](
-            seats.tokens, seats.counts, seats.stops, seats.done, req_indices, query_start_loc, last_row, samples, accepted,
-            tokens.contiguous(), seats.counts.stride(0), seats.tokens.stride(0), WIDTH=width, STOPS=seats.stops.shape[1], num_warps=1,
+            table.tokens, table.counts, table.stops, table.done, req_indices, query_start_loc, last_row, samples, accepted,
+            tokens.contiguous(), table.counts.stride(0), table.tokens.stride(0), WIDTH=width, STOPS=table.stops.shape[1], num_warps=1,
         )  # fmt: skip
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from mtpserve_kernels.cache import reference as cache
-from mtpserve_kernels.cpu.seats import advance, following, hold, place, slots
-from mtpserve_kernels.seats import reference
-from mtpserve_kernels.seats.reference import RequestTable
+from mtpserve_kernels.cpu.requests import advance, following, hold, place, slots
+from mtpserve_kernels.requests import reference
+from mtpserve_kernels.requests.reference import RequestTable
 from torch import Tensor
 
 from tests.kernels.cases import places
@@ -18,11 +18,11 @@ SEATS = 23
 
 @pytest.mark.parametrize(("number", "page"), [(0, 16), (1, 1), (7, 16), (300, 5), (513, 64)])
 def test_slots_of_places(number: int, page: int) -> None:
-    table, seats, index = places(number, page)
-    assert torch.equal(slots(table, seats, index, page), cache.slots(table, seats, index, page))
+    table, req_indices, index = places(number, page)
+    assert torch.equal(slots(table, req_indices, index, page), cache.slots(table, req_indices, index, page))
     part = table[:, 3:30]  # rows of a wider table; and the place before a request's first
     index = (index % (27 * page)) - 1
-    assert torch.equal(slots(part, seats, index, page), cache.slots(part, seats, index, page))
+    assert torch.equal(slots(part, req_indices, index, page), cache.slots(part, req_indices, index, page))
 
 
 def copied(seats: RequestTable) -> RequestTable:
@@ -30,7 +30,7 @@ def copied(seats: RequestTable) -> RequestTable:
 
 
 def layout(requests: int, widest: int, seed: int) -> tuple[Tensor, ...]:
-    """seat_ids, row_span, offset, cu_q, last_row, drafts, samples"""
+    """seat_ids, row_span, offset, query_start_loc, last_row, drafts, samples"""
     dice = torch.Generator().manual_seed(seed)
     drafts, committed = (first + torch.randint(widest + 1, (requests,), generator=dice) for first in (0, 1))
     width = committed + drafts

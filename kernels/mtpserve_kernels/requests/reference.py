@@ -33,21 +33,21 @@ PlacedRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def place(
-    seats: RequestTable, req_indices: Tensor, row_span: Tensor, offset: Tensor, query_start_loc: Tensor, drafts: Tensor, samples: Tensor, *,
+    table: RequestTable, req_indices: Tensor, row_span: Tensor, offset: Tensor, query_start_loc: Tensor, drafts: Tensor, samples: Tensor, *,
     start: Tensor | None = None, slots_of: SlotsOf = cache.slots,
 ) -> PlacedRows:  # fmt: skip
     """→ PlacedRows. Row t is at `offset[t]` after what is computed of request row_span[t], or after `start` [R].
     Request r has the rows from query_start_loc[r] to query_start_loc[r + 1]. `drafts` [R]: at most; `samples` [R]."""
-    length, computed, _, limit, waiting = seats.counts.index_select(1, req_indices).unbind(0)
-    done, begin = seats.done[req_indices], computed if start is None else start
+    length, computed, _, limit, waiting = table.counts.index_select(1, req_indices).unbind(0)
+    done, begin = table.done[req_indices], computed if start is None else start
     one_row = len(row_span) == len(req_indices)
     token_req_indices, index = (req_indices, begin) if one_row else (req_indices[row_span], begin[row_span] + offset)
     useful = torch.minimum(waiting, limit - length - 1).clamp(min=0).masked_fill(done, 0)
     # With room for n tokens, n - 1 drafts and the target's own token fill it. 0 samples: the request has ended.
     return (
-        seats.tokens[token_req_indices, index],
+        table.tokens[token_req_indices, index],
         index,
-        slots_of(seats.block_table, token_req_indices, index, seats.page_size),
+        slots_of(table.block_table, token_req_indices, index, table.page_size),
         token_req_indices,
         begin + query_start_loc.diff(),
         torch.minimum(drafts, useful),
@@ -56,52 +56,52 @@ def place(
 
 
 def following(
-    seats: RequestTable, token_req_indices: Tensor, index: Tensor, *, slots_of: SlotsOf = cache.slots
+    table: RequestTable, token_req_indices: Tensor, index: Tensor, *, slots_of: SlotsOf = cache.slots
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the token after each `index` [T] of these requests [T]: which one it is, its place in the request and its slot in the
     pages of group 0, [T] each."""
     after = index + 1
-    return seats.tokens[token_req_indices, after], after, slots_of(seats.block_table, token_req_indices, after, seats.page_size)
+    return table.tokens[token_req_indices, after], after, slots_of(table.block_table, token_req_indices, after, table.page_size)
 
 
 def draft_positions(
     length: Tensor, block_table: Tensor, req_indices: Tensor, lookback: int, steps: int, page_size: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """length [S], page_table [S, columns], seat_ids [D] of requests that get `steps` drafts one after the other. → positions
+    """length [S], block_table [S, columns], req_indices [D] of requests that get `steps` drafts one after the other. → positions
     length - lookback to length + steps - 1 [lookback + steps, D], and slots of the drafts that a next step takes [steps - 1, D]."""
     positions = length[req_indices] + torch.arange(-lookback, steps, device=length.device).unsqueeze(1)
     draft_inputs = positions[lookback:-1]
     return positions, cache.slots(block_table, req_indices.expand_as(draft_inputs), draft_inputs, page_size)
 
 
-def hold(seats: RequestTable, req_indices: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
+def hold(table: RequestTable, req_indices: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
     """tokens [D, K], count [D]: the first `count` of each row wait as drafts, after what is committed; what follows them is void. `drawn`:
     what they were drawn from [D, n, V] float32, and what that is kept in for each seat [S, n or more, V]."""
     if drawn is not None:
         probs, kept = drawn
         kept[:, : probs.shape[1]].index_copy_(0, req_indices, probs)
-    length = seats.counts[0, req_indices].unsqueeze(1)
-    seats.counts[4].index_copy_(0, req_indices, count)
-    seats.tokens.index_put_((req_indices.unsqueeze(1), length + torch.arange(tokens.shape[1], device=tokens.device)), tokens)
+    length = table.counts[0, req_indices].unsqueeze(1)
+    table.counts[4].index_copy_(0, req_indices, count)
+    table.tokens.index_put_((req_indices.unsqueeze(1), length + torch.arange(tokens.shape[1], device=tokens.device)), tokens)
 
 
 def advance(
-    seats: RequestTable, req_indices: Tensor, query_start_loc: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor
+    table: RequestTable, req_indices: Tensor, query_start_loc: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor
 ) -> None:
     """Commit the first `accepted` + 1 of tokens [R, D + 1] where `samples` is 1; the rest is written after them, where nothing counts. All
     rows up to last_row [R], which is the request's last committed token, are computed now, and those of accepted drafts."""
-    done = seats.done[req_indices]
-    length, computed, _, limit, _ = seats.counts.index_select(1, req_indices).unbind(0)
+    done = table.done[req_indices]
+    length, computed, _, limit, _ = table.counts.index_select(1, req_indices).unbind(0)
     kept = accepted * samples
     count = kept + samples
     number = torch.arange(tokens.shape[1], device=tokens.device)
-    seats.tokens.index_put_((req_indices.unsqueeze(1), length.unsqueeze(1) + number), tokens)
+    table.tokens.index_put_((req_indices.unsqueeze(1), length.unsqueeze(1) + number), tokens)
     length = length + count
     rows = last_row - query_start_loc[:-1] + 1
     computed = computed + (rows + kept).masked_fill_(done, 0)
-    seats.counts[:2].index_copy_(1, req_indices, torch.stack((length, computed)))
-    stops = (tokens.unsqueeze(2) == seats.stops[req_indices].unsqueeze(1)).any(2) & (number < count.unsqueeze(1))
-    seats.done.index_copy_(0, req_indices, stops.any(1) | done | (length >= limit))
+    table.counts[:2].index_copy_(1, req_indices, torch.stack((length, computed)))
+    stops = (tokens.unsqueeze(2) == table.stops[req_indices].unsqueeze(1)).any(2) & (number < count.unsqueeze(1))
+    table.done.index_copy_(0, req_indices, stops.any(1) | done | (length >= limit))
 
 
 def result_table(

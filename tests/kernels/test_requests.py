@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mtpserve_kernels.seats import reference, step
-from mtpserve_kernels.seats.reference import RequestTable
+from mtpserve_kernels.requests import reference, step
+from mtpserve_kernels.requests.reference import RequestTable
 from torch import Tensor
 
 from tests.kernels.seat_tensors import LONGEST, PAGE, random_seats
@@ -62,7 +62,7 @@ def is_aligned(*parts: Tensor) -> bool:
 
 
 def spans(requests: int, widest: int, dice: torch.Generator, device: torch.device) -> tuple[Tensor, ...]:
-    """row_span, offset, cu_q, last_row, drafts, samples"""
+    """row_span, offset, query_start_loc, last_row, drafts, samples"""
     drafts, committed = (first + torch.randint(widest + 1, (requests,), generator=dice) for first in (0, 1))
     width = committed + drafts
     query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), width.cumsum(0)])

@@ -1,4 +1,4 @@
-"""The seats of a step's requests, for a CPU: src/seats.cpp. The same bits as mtpserve_kernels.seats.reference, each in one call."""
+"""The seats of a step's requests, for a CPU: src/seats.cpp. The same bits as mtpserve_kernels.requests.reference, each in one call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.library import Op
-from mtpserve_kernels.seats.reference import PlacedRows, RequestTable
+from mtpserve_kernels.requests.reference import PlacedRows, RequestTable
 
 
 class Addresses(Structure):
@@ -27,22 +27,22 @@ _hold = Op("mtp_hold", POINTER(Addresses), *[c_void_p] * 3, c_int64, c_int64, *[
 _advance = Op("mtp_advance", POINTER(Addresses), *[c_void_p] * 6, c_int64, c_int64)
 
 
-def addresses(seats: RequestTable) -> Any:
-    if seats.addresses is None:
-        length, computed, _, limit, waiting = seats.counts.unbind(0)
-        given = seats.tokens, length, computed, limit, waiting, seats.stops, seats.block_table
-        assert all(part.dtype == torch.int64 and part.stride(-1) == 1 for part in given) and seats.done.dtype == torch.bool
-        assert all(part.is_contiguous() for part in (seats.tokens, seats.stops, seats.done))
-        table = seats.block_table
-        seats.addresses = Addresses(
-            *[part.data_ptr() for part in given], seats.done.data_ptr(), seats.tokens.shape[1], seats.stops.shape[1], table.stride(0),
-            table.shape[1], seats.page_size,
+def addresses(table: RequestTable) -> Any:
+    if table.addresses is None:
+        length, computed, _, limit, waiting = table.counts.unbind(0)
+        given = table.tokens, length, computed, limit, waiting, table.stops, table.block_table
+        assert all(part.dtype == torch.int64 and part.stride(-1) == 1 for part in given) and table.done.dtype == torch.bool
+        assert all(part.is_contiguous() for part in (table.tokens, table.stops, table.done))
+        block_table = table.block_table
+        table.addresses = Addresses(
+            *[part.data_ptr() for part in given], table.done.data_ptr(), table.tokens.shape[1], table.stops.shape[1], block_table.stride(0),
+            block_table.shape[1], table.page_size,
         )  # fmt: skip
-    return byref(seats.addresses)
+    return byref(table.addresses)
 
 
 def slots(block_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> Tensor:
-    """page_table [seats, columns], seats and index [n]: int64; index -1 is in the page of the last column, as in torch."""
+    """block_table [seats, columns], seats and index [n]: int64; index -1 is in the page of the last column, as in torch."""
     assert block_table.stride(1) == 1 and block_table.dtype == torch.int64, (block_table.stride(), block_table.dtype)
     number, index = index.shape[0], index.contiguous()
     out = torch.empty(number, dtype=torch.int64)
@@ -51,38 +51,38 @@ def slots(block_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> 
 
 
 def place(
-    seats: RequestTable, req_indices: Tensor, row_span: Tensor, offset: Tensor, query_start_loc: Tensor, drafts: Tensor, samples: Tensor, *,
+    table: RequestTable, req_indices: Tensor, row_span: Tensor, offset: Tensor, query_start_loc: Tensor, drafts: Tensor, samples: Tensor, *,
     start: Tensor | None = None,
 ) -> PlacedRows:  # fmt: skip
     """All are contiguous int64. `row_span` and `offset` are not read: each request's rows follow one another, from 0 on."""
     rows, requests = row_span.shape[0], req_indices.shape[0]
     out = torch.empty(4 * rows + 3 * requests, dtype=torch.int64)
-    _place(addresses(seats), req_indices, query_start_loc, start, drafts, samples, requests, rows, out)
+    _place(addresses(table), req_indices, query_start_loc, start, drafts, samples, requests, rows, out)
     placed: PlacedRows = out.split([rows] * 4 + [requests] * 3)
     return placed
 
 
-def following(seats: RequestTable, token_req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def following(table: RequestTable, token_req_indices: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Both are contiguous int64."""
     out = torch.empty(3, index.shape[0], dtype=torch.int64)
-    _following(addresses(seats), token_req_indices, index, index.shape[0], out)
+    _following(addresses(table), token_req_indices, index, index.shape[0], out)
     ids, after, where = out.unbind()
     return ids, after, where
 
 
-def hold(seats: RequestTable, req_indices: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
-    """seat_ids is contiguous; all but `drawn`, which is contiguous float32, are int64."""
+def hold(table: RequestTable, req_indices: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
+    """req_indices is contiguous; all but `drawn`, which is contiguous float32, are int64."""
     probs, kept, numbers, stride = None, None, 0, 0
     if drawn is not None:
         probs, kept = drawn
         assert probs.is_contiguous() and kept.is_contiguous() and probs.dtype == kept.dtype == torch.float32
         assert len(probs) == len(tokens) and probs.shape[2] == kept.shape[2] and probs.shape[1] <= kept.shape[1], (probs.shape, kept.shape)
         numbers, stride = probs.shape[1] * probs.shape[2], kept.stride(0)
-    _hold(addresses(seats), req_indices, tokens.contiguous(), count.contiguous(), *tokens.shape, probs, numbers, kept, stride)
+    _hold(addresses(table), req_indices, tokens.contiguous(), count.contiguous(), *tokens.shape, probs, numbers, kept, stride)
 
 
 def advance(
-    seats: RequestTable, req_indices: Tensor, query_start_loc: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor
+    table: RequestTable, req_indices: Tensor, query_start_loc: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor
 ) -> None:
     """All are contiguous int64, but for the tokens."""
-    _advance(addresses(seats), req_indices, query_start_loc, last_row, samples, accepted, tokens.contiguous(), *tokens.shape)
+    _advance(addresses(table), req_indices, query_start_loc, last_row, samples, accepted, tokens.contiguous(), *tokens.shape)
