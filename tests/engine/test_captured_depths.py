@@ -39,7 +39,7 @@ MORE_CELLS = [(UNTRAINED, ROUNDS[0], Apart), (FAIR, ROUNDS[1], Captured), (DEMO,
 
 @pytest.mark.parametrize(("rates", "rounds", "kind"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.thorough) for cell in MORE_CELLS)])
 def test_nearly_as_fast_as_the_best_captured_depth(rates: Seq[float], rounds: int, kind: type[Captured]) -> None:
-    """128 requests, whose prompts are as long as their answers. A round takes a second; the first trials are 0.02 seconds."""
+    """128 requests, whose prompts are as long as their answers. A round takes a second."""
     chosen = speed(rates, DEEP, rounds, kind, adaptive=True)
     assert chosen >= 0.98 * speed(rates, 0, rounds, kind)
     assert rates is UNTRAINED or chosen >= 0.97 * max(speed(rates, depth, rounds, kind) for depth in CAPTURED)

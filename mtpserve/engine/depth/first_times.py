@@ -43,14 +43,14 @@ def measure_depths(
     tokens = min(config.measuring_tokens, engine.context_length - 1)
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, seed=0)
     for depth in reversed(policy.depths):
-        policy.forced_depth, steps, began = depth, 0, perf_counter()
+        policy.forced_depth, steps, start = depth, 0, perf_counter()
         for number in range(requests):
             prompt = [number * engine.card.vocab // requests]  # for different experts
             engine.add(Request(f"measure {number}", prompt, sampling))
         while engine.has_work and (now := perf_counter()) < until:
             # The first step of a depth is not measured.
-            enough = steps >= config.measured_steps or (steps > 1 and now > began + depth_s)
-            if enough and now > began + config.settling_s + config.learning_interval_s:
+            enough = steps >= config.measured_steps or (steps > 1 and now > start + depth_s)
+            if enough and now > start + config.settling_s + config.learning_interval_s:
                 break
             engine.step()
             steps += 1

@@ -1,6 +1,6 @@
-"""Probes: steps at another depth, for what their time is and for what is accepted there.
+"""Probes: steps at another depth, which tell their time and what is accepted there.
 
-What is not drafted is not learned. A share of the time of all steps is saved for probes, and each probe is
+What is not drafted is not learned. A share of the time of all steps is saved for probes. Each probe is
 charged with what it has lost.
 
     depth      0 0 0 0 0 0 0 0 3 3 3 3 3 0 0 0 0 0 0 0 3 0 0 0
@@ -24,7 +24,7 @@ class DepthProbes:
     def __init__(self, model: DepthModel, config: DepthPolicyConfig = CONFIG) -> None:
         self.model, self.config = model, config
         self.count = 0  # probes since start
-        # seconds that may be spent on probes, and how many may be saved
+        # seconds that may be spent on probes, and the most that may be saved
         self.saved_s, self.max_saved_s = 0.0, config.max_saved_probe_s
         self.steps_to_wait = config.min_steps_between_changes  # before the next probe
         # of the probe that goes on: its depth, its further steps, and the times that it has measured
@@ -77,7 +77,7 @@ class DepthProbes:
             return False
         drafts = self.model.shapes.drafts(depth)
         # Steps of fewer rows would not tell the time of this depth's usual steps.
-        probed = (
+        probed_reqs = (
             reqs
             if depth < choice.depth or steps > 1
             else sorted(reqs, key=lambda req: req.draft.last_probe)[: self.config.max_sampled_requests]
@@ -85,25 +85,25 @@ class DepthProbes:
         gain = sum(
             self.model.accepted_drafts(req, drafts)
             - self.model.accepted_drafts(req, req.draft.max_draft_tokens or 0)
-            for req in probed
+            for req in probed_reqs
         )
         self._replaced_drafts, self._gain_s = num_drafts(reqs), gain / max(choice.value, 1e-9)
-        cost = self._cost(reqs, choice, depth, probed, value)
+        step_cost_s = self._cost(reqs, choice, depth, probed_reqs, value)
         # A captured step has the rows of drafts that were not made yet, and makes drafts that nobody will
         # verify.
-        first = cost + self._gain_s if self.model.shapes.captured and depth > choice.depth else 0.0
-        total = steps * cost + first
+        first_s = step_cost_s + self._gain_s if self.model.shapes.captured and depth > choice.depth else 0.0
+        total = steps * step_cost_s + first_s
         if steps == 1:
             self.max_saved_s = max(self.config.max_saved_probe_s, total)
         waits = not has_turn and total > 0
         if self.saved_s < (max(total, self.max_saved_s) if waits else total):
             return False
         if steps == 1:
-            self.saved_s -= max(cost + first, 0.0)
+            self.saved_s -= max(step_cost_s + first_s, 0.0)
         self.count += 1
         if depth > choice.depth:
-            self.expectations = {req.id: self.model.accepted_drafts(req, drafts) for req in probed}
-        for req in probed:
+            self.expectations = {req.id: self.model.accepted_drafts(req, drafts) for req in probed_reqs}
+        for req in probed_reqs:
             req.draft.max_draft_tokens, req.draft.last_probe = drafts, self.count
         # It ends as soon as its time was measured. More steps than expected may fit into the time to settle,
         # where this depth's time is not known yet.
@@ -153,7 +153,7 @@ class DepthProbes:
         reqs: Seq[RequestState],
         choice: DepthChoice,
         depth: int,
-        probed: Seq[RequestState],
+        probed_reqs: Seq[RequestState],
         value: float,
     ) -> float:
         """Seconds that a probe's step is expected to lose against the step in its place. `value`: the depth's
@@ -162,9 +162,9 @@ class DepthProbes:
         usual = times.with_prompts(shapes.work(reqs, self._replaced_drafts, choice.depth), choice.tokens)
         if depth < choice.depth:
             return usual * (1 - value / max(choice.value, 1e-9))
-        more = len(probed) * shapes.drafts(depth) - num_drafts(probed)
+        more_drafts = len(probed_reqs) * shapes.drafts(depth) - num_drafts(probed_reqs)
         tokens = choice.tokens + self._gain_s * choice.value
-        work = shapes.work(reqs, self._replaced_drafts + more, depth)
+        work = shapes.work(reqs, self._replaced_drafts + more_drafts, depth)
         return times.with_prompts(work, tokens) - usual - self._gain_s
 
     # ---------------------------------------------------------------------------------------------- its steps

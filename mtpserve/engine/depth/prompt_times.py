@@ -23,17 +23,20 @@ class PromptTimes:
     squares: float = 0.0  # of rows
     seconds_sum: float = 0.0
     products: float = 0.0  # of rows and seconds
-    further: float = 0.0  # rows of the requests, without each one's first
+    further_rows: float = 0.0  # rows of the requests, without each one's first
     further_s: float = 0.0  # seconds that these take in steps without prompts
 
-    def observe(self, rows: int, seconds: float, further: int, further_s: float) -> None:
-        """A step's prompts have added `seconds`. `further`, `further_s`: as the fields."""
+    def observe(self, rows: int, seconds: float, further_rows: int, further_s: float) -> None:
+        """A step's prompts have added `seconds`. `further_rows`, `further_s`: as the fields."""
         old = 1 - self.config.prompt_step_weight
         self.steps, self.rows = old * self.steps + 1, old * self.rows + rows
         self.squares = old * self.squares + rows * rows
         self.seconds_sum = old * self.seconds_sum + seconds
         self.products = old * self.products + rows * seconds
-        self.further, self.further_s = old * self.further + further, old * self.further_s + further_s
+        self.further_rows, self.further_s = (
+            old * self.further_rows + further_rows,
+            old * self.further_s + further_s,
+        )
 
     @property
     def row_s(self) -> float:
@@ -49,16 +52,16 @@ class PromptTimes:
     def step_s(self) -> float:
         """Seconds that a step with prompts takes longer, whatever their rows. They are less than 0 where the
         step has room for some rows."""
-        further_s = self.crowded_s(self.further, self.further_s)
+        further_s = self.crowded_s(self.further_rows, self.further_s)
         return (self.seconds_sum - self.row_s * self.rows - further_s) / self.steps
 
-    def crowded_s(self, further: float, further_s: float) -> float:
+    def crowded_s(self, further_rows: float, further_s: float) -> float:
         """Seconds that further rows of requests take longer beside prompts.
 
-        Without prompts they take `further_s`. Prompts fill up the room for more rows that a step has on a
-        GPU, so that each further row takes as long as a prompt's row.
+        Without prompts they take `further_s`. On a GPU prompts fill up the room for more rows that a step
+        has. Each further row then takes as long as a prompt's row.
         """
-        return max(self.row_s * further - further_s, 0.0) if further else 0.0
+        return max(self.row_s * further_rows - further_s, 0.0) if further_rows else 0.0
 
     def seconds(self, rows: int) -> float:
         """Seconds that so many rows add. They are less than 0 where there is room for more rows."""

@@ -110,10 +110,10 @@ class StepShapes:
         if not self.captured or not (drafts or depth):
             return work._replace(rows=work.requests + drafts, passes=depth)
         # A tree has more drafts than it is deep.
-        computed = next(
+        graph_depth = next(
             (captured_depth for captured_depth in self.captured if captured_depth >= depth), self.captured[-1]
         )
-        return work._replace(rows=work.requests * (1 + self.drafts(computed)), passes=computed)
+        return work._replace(rows=work.requests * (1 + self.drafts(graph_depth)), passes=graph_depth)
 
     def work(self, reqs: Seq[RequestState], drafts: int, depth: int) -> StepWork:
         """The work of a step that verifies `drafts` drafts of these requests."""

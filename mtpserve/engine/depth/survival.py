@@ -1,13 +1,14 @@
 """How likely drafts are accepted, learned from verifications.
 
-Drafts are counted by their rank: of a chain the depth, of a tree the place in the order of scores
-(spec/draft/tree), so that the first n drafts are what a proposal of n would have been.
+Drafts are counted by their rank. The rank of a chain's draft is its depth. The rank of a tree's node is its
+place in the order of scores (spec/draft/tree). So the first n drafts are what a proposal of n would have
+been.
 
     chain    chance(j) = rate(1) · … · rate(j)       rate(j): acceptance of depth j after depth j - 1's
     tree     chance(j) = rate(j)                     rate(j): how often node j is on the accepted path
 
-A request whose drafts are accepted more or less often than others' has a factor for all rates, which follows
-what comes of its own drafts.
+Each request has a factor for all rates, the acceptance factor. It follows what comes of the request's own
+drafts, which may be accepted more or less often than others'.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Survival:
     def updated_factor(self, factor: float, drafts: int, accepted: int) -> float:
         """A request's acceptance factor after one of its verifications."""
         expected = sum(self.chances(factor, drafts))
-        moved = factor * (1 + self.config.factor_step * (accepted - expected) / (1 + expected))
+        new_factor = factor * (1 + self.config.factor_step * (accepted - expected) / (1 + expected))
         limit = self.config.max_acceptance_factor
-        return min(max(moved, 1 / limit), limit)
+        return min(max(new_factor, 1 / limit), limit)
 
     def factor_without_drafts(self, factor: float) -> float:
         """A request's acceptance factor after some steps without drafts."""

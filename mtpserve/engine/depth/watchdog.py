@@ -3,7 +3,7 @@ Nothing else names it.
 
     at start        The engine's own requests: the model goes on greedily from a few tokens at full depth, and
                     the share of verifications that accept the first draft is measured, and named where it is
-                    below the least of the model's family.
+                    below what the model's family reaches.
     while serving   First drafts of the clients' requests are compared with the best before, 32 at a time.
                     Below half of it there is a doubt, and no more than that: clients may have begun to
                     send text that nobody can guess, and one client's random tokens look like a broken head.
@@ -140,8 +140,7 @@ class Watchdog:
     # ----------------------------------------------------------------------------------------------- at start
 
     def start(self, engine: EngineControl) -> None:
-        """Measure, from when on clients' drafts are watched. Computes until it is over, and leaves no
-        request."""
+        """Checks the draft model. From then on clients' drafts are watched. It leaves no request."""
         if not self.max_depth:
             return
         end = self.clock() + self.config.max_start_check_s
@@ -179,7 +178,7 @@ class Watchdog:
     # ---------------------------------------------------------------------------------------------- each step
 
     def before_step(self, engine: EngineControl) -> None:
-        """Before a step is planned: begin and end the engine's own requests where that is due."""
+        """Begins or ends the engine's own requests where that is due. A step is about to be planned."""
         if not self._armed or not (self._self_check is not None or self._doubt or self.suspended):
             return
         self_check = self._self_check
@@ -204,8 +203,8 @@ class Watchdog:
         return self._self_check is not None and request_id in self._self_check.ids
 
     def limit_drafts(self, running: Seq[RequestState], draft_depth: int) -> int:
-        """The depth of the next step, where others would have it draft `draft_depth` deep; each request is
-        told how many drafts it may have."""
+        """→ the depth of the next step, where others chose `draft_depth`. Sets how many drafts each request
+        may have."""
         if self._self_check is None and not self.suspended:
             if self._has_limits:
                 self._has_limits = False
@@ -226,8 +225,8 @@ class Watchdog:
         return self.max_depth if deep else draft_depth
 
     def client_outputs(self, outcomes: Seq[RequestOutput], verified: bool = True) -> Seq[RequestOutput]:
-        """What a step yielded for clients' requests. If drafts were `verified`, what came of them is counted;
-        where there are many requests, for a part of them."""
+        """→ what a step yielded for clients' requests. Drafts that were `verified` are counted. Of many
+        requests a sample is counted."""
         if self._self_check is None:
             if verified and self._armed and not self.suspended:
                 self._num_steps += 1
