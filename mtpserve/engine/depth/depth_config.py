@@ -38,6 +38,8 @@ class DepthPolicyConfig:
     max_time_age_steps: int = 200
     # Where prompts take more of a step, their noise is larger than the difference between two depths.
     min_decode_fraction: float = 0.25
+    # Times of single steps vary by so much, so that a depth that is worse by more needs no better time.
+    near_value_ratio: float = 1.06
     # One time may be a disturbance, and the cell weighs the mean of three enough to compare depths.
     times_per_probe: int = 3
     # Caches hold what other steps needed: on Zen 4, steps of 0.92 ms take 1.13 to 0.95 ms for about 10 ms.
@@ -86,8 +88,6 @@ class DepthPolicyConfig:
     factor_step: float = 0.03
     # Without drafts a factor returns to 1 within seconds, so that the request gets another try.
     factor_memory_fraction: float = 0.9
-    # A factor beyond this changes no chance any more, and would take long to come back.
-    max_acceptance_factor: float = 5.0
 
     # ----------------------------------------------------------------------------------- measurement at start
 

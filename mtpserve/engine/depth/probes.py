@@ -137,7 +137,7 @@ class DepthProbes:
 
     def _is_near(self, value: float, choice: DepthChoice) -> bool:
         """A depth that is clearly worse is worth no long probe."""
-        return value * self.config.clear_value_ratio > choice.value
+        return value * self.config.near_value_ratio > choice.value
 
     def _full_work(self, reqs: Seq[RequestState], depth: int) -> StepWork:
         return self.model.shapes.work(reqs, len(reqs) * self.model.shapes.drafts(depth), depth)

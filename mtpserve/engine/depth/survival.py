@@ -57,9 +57,7 @@ class Survival:
     def updated_factor(self, factor: float, drafts: int, accepted: int) -> float:
         """A request's acceptance factor after one of its verifications."""
         expected = sum(self.chances(factor, drafts))
-        new_factor = factor * (1 + self.config.factor_step * (accepted - expected) / (1 + expected))
-        limit = self.config.max_acceptance_factor
-        return min(max(new_factor, 1 / limit), limit)
+        return factor * (1 + self.config.factor_step * (accepted - expected) / (1 + expected))
 
     def factor_without_drafts(self, factor: float) -> float:
         """A request's acceptance factor after some steps without drafts."""
