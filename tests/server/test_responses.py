@@ -71,9 +71,9 @@ def test_one_that_is_cancelled(http: httpx.AsyncClient, app: FastAPI, client: Fa
 
     async def ask() -> tuple[str, httpx.Response | None]:
         task = asyncio.create_task(http.post(ROUTE, json=BODY | {"stream": True, "max_output_tokens": 4000}))
-        while not (client.engine.live and app.state.responses._kept):
+        while not (client.engine.live and app.state.responses._by_id):
             await asyncio.sleep(0.005)
-        (id,) = app.state.responses._kept
+        (id,) = app.state.responses._by_id
         assert (await http.get(f"{ROUTE}/{id}")).json()["status"] == "in_progress"
         await asyncio.sleep(0.05)
         if leaves:
@@ -98,7 +98,7 @@ def test_one_that_fails(http: httpx.AsyncClient, app: FastAPI, client: FakeClien
     name, last = named(send(http, "POST", ROUTE, json=late | {"stream": True}).text)[-1]
     assert (name, last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["code"] == "deadline_exceeded"
-    assert [stored.object.status for stored in app.state.responses._kept.values()] == ["failed", "failed"]
+    assert [stored.object.status for stored in app.state.responses._by_id.values()] == ["failed", "failed"]
 
 
 @pytest.mark.parametrize(

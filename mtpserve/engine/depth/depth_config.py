@@ -100,7 +100,7 @@ class DepthPolicyConfig:
 
     @property
     def learning_interval_s(self) -> float:
-        """Where nothing changes, one step of so many seconds is learned: that takes 12 to 35 µs."""
+        """Seconds between two steps that are learned while nothing changes: learning takes 12 to 35 µs."""
         return 2 * self.settling_s
 
 

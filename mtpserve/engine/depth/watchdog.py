@@ -1,4 +1,4 @@
-"""Whether the draft model works: measured at start, watched while serving. A broken one changes no text.
+"""The watchdog measures at start and while serving if the draft model works. A broken one changes no text.
 Nothing else names it.
 
     at start        The engine's own requests: the model goes on greedily from a few tokens at full depth, and

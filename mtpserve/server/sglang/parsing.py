@@ -67,7 +67,7 @@ class SeparatedReasoning(Rendered):
 
 async def parse_function_call(service: Served, body: ParseFunctionCall) -> Response:
     """The calls in a text, and the text without them."""
-    name = known(
+    name = require_name(
         service.formats.tool_calls if body.tool_call_parser is None else body.tool_call_parser,
         TOOL_CALLS.names(),
         "tool_call_parser",
@@ -88,7 +88,7 @@ async def parse_function_call(service: Served, body: ParseFunctionCall) -> Respo
 
 async def separate_reasoning(service: Served, body: SeparateReasoning) -> Response:
     """The reasoning in front of an answer, and the answer."""
-    name = known(
+    name = require_name(
         service.formats.reasoning if body.reasoning_parser is None else body.reasoning_parser,
         REASONINGS.names(),
         "reasoning_parser",
@@ -103,7 +103,7 @@ async def separate_reasoning(service: Served, body: SeparateReasoning) -> Respon
     )
 
 
-def known(name: str | None, names: list[str], field: str) -> str:
+def require_name(name: str | None, names: list[str], field: str) -> str:
     if name not in names:
         raise InvalidRequest(
             f"{field} must be one of {', '.join(names)}, got "

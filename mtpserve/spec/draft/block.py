@@ -14,26 +14,26 @@ from mtpserve.core.protocols.models import BlockModel
 
 @dataclass(frozen=True, slots=True)
 class BlockContext:
-    """core.protocols.attention.Context: rows that are stored as `own` plans them, and attend as `whole`
+    """core.protocols.attention.Context: rows that are stored as `stored` plans them, and attend as `attended`
     does."""
 
-    own: Context
-    whole: Context
+    stored: Context
+    attended: Context
 
     @property
     def slots(self) -> Tensor:
-        return self.own.slots
+        return self.stored.slots
 
     @property
     def keys(self) -> Tensor:
-        return self.own.keys
+        return self.stored.keys
 
     @property
     def values(self) -> Tensor:
-        return self.own.values
+        return self.stored.values
 
     def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return self.whole.attend(q, sinks)
+        return self.attended.attend(q, sinks)
 
 
 def block_inputs(ids: Tensor, index: Tensor, mask: int, steps: int) -> tuple[Tensor, Tensor]:

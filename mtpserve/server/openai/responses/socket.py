@@ -93,7 +93,9 @@ class Connection:
     socket: WebSocket
     service: Service
     shared: ResponseStore
-    own: ResponseStore = field(default_factory=lambda: ResponseStore(MAX_OWN, MAX_OWN_CHARACTERS))
+    connection_store: ResponseStore = field(
+        default_factory=lambda: ResponseStore(MAX_OWN, MAX_OWN_CHARACTERS)
+    )
     _waiting: deque[str] = field(default_factory=deque)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _current_id: str | None = None  # the id of the response that is being written
@@ -170,8 +172,8 @@ class Connection:
 
     async def _write(self, event: CreateEvent, id: str, stream_id: str | UnsetType, arrival: float) -> None:
         body = event.model_copy(update={"stream": True})
-        stores = [self.own] if body.store is False else [self.own, self.shared]
-        before = before_of(body, [self.own, self.shared])
+        stores = [self.connection_store] if body.store is False else [self.connection_store, self.shared]
+        before = before_of(body, [self.connection_store, self.shared])
         answer = await create_response(
             self.service, body, id, before, stores, arrival, only_prompt=event.only_prompt
         )

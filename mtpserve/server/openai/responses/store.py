@@ -35,34 +35,34 @@ class ResponseStore:
 
     responses: int = MAX_RESPONSES
     characters: int = MAX_CHARACTERS  # the sum over all conversations
-    _kept: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
+    _by_id: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
     _characters: int = 0
 
     def put(self, id: str, stored: Stored) -> None:
         """Stores a response, also in place of the one with this id."""
         self._drop(id)
-        self._kept[id] = stored
+        self._by_id[id] = stored
         self._characters += stored.characters
-        while len(self._kept) > self.responses or (
-            self._characters > self.characters and len(self._kept) > 1
+        while len(self._by_id) > self.responses or (
+            self._characters > self.characters and len(self._by_id) > 1
         ):
-            self._drop(next(iter(self._kept)))
+            self._drop(next(iter(self._by_id)))
 
     def __contains__(self, id: str) -> bool:
-        return id in self._kept
+        return id in self._by_id
 
     def get(self, id: str, field: str) -> Stored:
         """Raises NotStored, for the request's `field`."""
-        if id not in self._kept:
+        if id not in self._by_id:
             raise NotStored(
                 f"the response {id[:50]!r} is not kept: it never was, or others have taken its place", field
             )
-        return self._kept[id]
+        return self._by_id[id]
 
     def delete(self, id: str) -> None:
         self.get(id, "response_id")
         self._drop(id)
 
     def _drop(self, id: str) -> None:
-        stored = self._kept.pop(id, None)
+        stored = self._by_id.pop(id, None)
         self._characters -= 0 if stored is None else stored.characters
