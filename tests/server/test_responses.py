@@ -143,11 +143,11 @@ def test_what_is_kept_is_bounded() -> None:
     store, short = ResponseStore(), Stored(response, [ChatMessage(role="user", content="a")], [])
     for number in range(MAX_RESPONSES + 5):
         store.put(str(number), short)
-    assert len(store._kept) == MAX_RESPONSES and "4" not in store._kept and "5" in store._kept
+    assert len(store._by_id) == MAX_RESPONSES and "4" not in store._by_id and "5" in store._by_id
     half = Stored(response, [ChatMessage(role="user", content="a" * (MAX_CHARACTERS // 2))], [])
     for name in ("one", "two", "two", "three"):
         store.put(name, half)
-    assert list(store._kept) == ["two", "three"] and store._characters == MAX_CHARACTERS // 2 * 2
+    assert list(store._by_id) == ["two", "three"] and store._characters == MAX_CHARACTERS // 2 * 2
     store.delete("two")
     store.delete("three")
     assert store._characters == 0
