@@ -15,7 +15,7 @@ PROBE = """    probes_total: int = counter(
         "probes", "Outcomes.", replica="Outcomes of it.", vllm=(("probes", "V."),), sglang=(("probes", "S."),)
     )
 """
-COUNTED = "    req = outcome.req\n    stats.failed_requests_total"
+COUNTED = "    req = output.req\n    stats.failed_requests_total"
 OPTION = "    random_seed: int | None ="
 READ = """import asyncio, json, types
 import httpx

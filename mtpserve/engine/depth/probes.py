@@ -72,7 +72,7 @@ class DepthProbes:
         has_turn: bool,
     ) -> bool:
         """→ whether a probe of `steps` steps begins: the saved seconds must pay for it. Out of turn it waits
-        until no more can be saved, unless it costs nothing. So enough is left for the probe in turn."""
+        until no more can be saved. So enough is left for the probe in turn."""
         if steps > 1 and not self.measurable:
             return False
         drafts = self.model.shapes.drafts(depth)
@@ -95,8 +95,7 @@ class DepthProbes:
         total = steps * step_cost_s + first_s
         if steps == 1:
             self.max_saved_s = max(self.config.max_saved_probe_s, total)
-        waits = not has_turn and total > 0
-        if self.saved_s < (max(total, self.max_saved_s) if waits else total):
+        if self.saved_s < (total if has_turn else max(total, self.max_saved_s)):
             return False
         if steps == 1:
             self.saved_s -= max(step_cost_s + first_s, 0.0)
