@@ -306,14 +306,11 @@ class Scheduler:
         if not req.in_flight:
             req.num_draft_tokens = result.num_draft_tokens
         req.tokens += tokens
-        scores = (
-            None
-            if result.prompt_logprobs is None
-            else result.prompt_logprobs[max(req.num_scored_prompt_tokens - span.start, 0) :]
-        )
-        req.num_scored_prompt_tokens = max(
-            req.num_scored_prompt_tokens, min(span.start + span.num_tokens, req.num_prompt_tokens - 1)
-        )
+        scores = None
+        if result.prompt_logprobs is not None:
+            scores = result.prompt_logprobs[max(req.num_scored_prompt_tokens - span.start, 0) :]
+            end = min(span.start + span.num_tokens, req.num_prompt_tokens - 1)
+            req.num_scored_prompt_tokens = max(req.num_scored_prompt_tokens, end)
         self.prefixes.commit(req, settled, span)
         if finish is not None:
             self._end(req, finish)

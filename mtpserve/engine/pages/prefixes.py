@@ -156,29 +156,26 @@ class Prefixes:
     def commit(self, req: RequestState, settled: int, span: SpanPlan) -> None:
         """Tokens of a request were computed: others may find its whole pages. Its state has gone on to
         `settled` tokens."""
-        since, req.cache.num_state_tokens = req.cache.num_state_tokens, settled
-        # Tokens after a stop are computed and dropped.
-        size = self._pages.page_size
-        columns = min(req.cache.num_stored_tokens, len(req.tokens)) // size
-        if req.cache.hash_root is None:
+        cache = req.cache
+        since, cache.num_state_tokens = cache.num_state_tokens, settled
+        if cache.hash_root is None:
             return
-        if columns > req.cache.num_hashed_blocks:
+        # Tokens after a stop are computed and dropped.
+        size, hashed = self._pages.page_size, cache.num_hashed_blocks
+        columns = min(cache.num_stored_tokens, len(req.tokens)) // size
+        if columns > hashed:
             self._extend(req, columns * size)
-            req.cache.has_new_blocks |= self._pages.label(
-                req.cache.blocks, req.cache.block_hashes, req.cache.num_hashed_blocks, columns
-            )
-            self._resolve_pending(req, req.cache.num_hashed_blocks, columns)
-            self._announce(req, max(req.cache.num_hashed_blocks, req.cache.blocks[0].first), columns)
-            req.cache.num_hashed_blocks = columns
-        if req.num_output_tokens > 0 and req.cache.num_verified_blocks < req.cache.num_hashed_blocks:
+            cache.has_new_blocks |= self._pages.label(cache.blocks, cache.block_hashes, hashed, columns)
+            self._resolve_pending(req, hashed, columns)
+            self._announce(req, max(hashed, cache.blocks[0].first), columns)
+            cache.num_hashed_blocks = columns
+        verified = cache.num_verified_blocks
+        if verified < cache.num_hashed_blocks and req.num_output_tokens > 0:
             if self._kv_connector is not None:
                 self._kv_connector.completed(
-                    req.cache.blocks,
-                    req.cache.block_hashes,
-                    req.cache.num_verified_blocks,
-                    req.cache.num_hashed_blocks,
+                    cache.blocks, cache.block_hashes, verified, cache.num_hashed_blocks
                 )
-            req.cache.num_verified_blocks = req.cache.num_hashed_blocks
+            cache.num_verified_blocks = cache.num_hashed_blocks
         if self._pages.has_states:
             self._outputs.commit(req, since, span)
 
