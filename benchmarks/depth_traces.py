@@ -26,7 +26,7 @@ from mtpserve.engine.depth.policy import DepthPolicy
 from mtpserve.engine.depth.step_shapes import StepShapes
 from mtpserve.engine.depth.watchdog import Watchdog
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.steps import RequestOutput, ScheduledStep
+from mtpserve.engine.steps import RequestEvent, ScheduledStep
 from mtpserve.spec.sizes import spec_sizes
 
 PARTS = (0, 1, 0)  # the engines
@@ -50,9 +50,9 @@ class Recorded(DepthPolicy):
         elif prompts == 0 and passes == self.forced_depth:
             self.taken.append(round(1e6 * seconds))
 
-    def learn(self, outcomes: Seq[RequestOutput]) -> None:
+    def learn(self, events: Seq[RequestEvent]) -> None:
         if self.left_out == 0:
-            self.accepted += [len(each.proposal.path) for each in outcomes if len(each.proposal.tokens) == self.forced_depth == DEPTH]
+            self.accepted += [len(event.proposal.path) for _, event in events if len(event.proposal.tokens) == self.forced_depth == DEPTH]
 
 
 def recorded(engine: Engine, requests: int, turns: int, seconds: float) -> dict[str, object]:

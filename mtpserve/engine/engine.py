@@ -52,8 +52,8 @@ from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.parallel.ticks import Ticks
 from mtpserve.engine.queue import SchedulingPolicy
 from mtpserve.engine.scheduler import Scheduler
-from mtpserve.engine.stats import count, count_step, event_of
-from mtpserve.engine.steps import RequestOutput, ScheduledStep
+from mtpserve.engine.stats import count, count_step
+from mtpserve.engine.steps import RequestEvent, ScheduledStep
 from mtpserve.engine.validation import validate
 from mtpserve.spec.counts import new_stats
 
@@ -286,17 +286,17 @@ class Engine:
         """Raises EngineDead where a process that computes a part of the model has ended."""
         self._runner.check()
 
-    def _events_of(self, outputs: Seq[RequestOutput], step: ScheduledStep | None = None) -> list[TokenEvent]:
-        """One step's events, before another step is booked, so that no request seems to end earlier.
+    def _observed(self, events: Seq[RequestEvent], step: ScheduledStep | None = None) -> list[TokenEvent]:
+        """Counts one step's events, before another step is booked, so that no request seems to end earlier.
         `step`: None if it was not computed."""
-        count_step(self._stats, step, outputs)
-        verified = any(output.proposal.tokens for output in outputs)
-        outputs = self.watchdog.client_outputs(outputs, verified)
-        for output in outputs:
-            count(self._stats, output)
+        count_step(self._stats, step, events)
+        verified = any(event.proposal.tokens for _, event in events)
+        events = self.watchdog.client_events(events, verified)
+        for req, event in events:
+            count(self._stats, req, event)
         if verified and self.policy is not None:
-            self.policy.learn(outputs)
-        return [event_of(output, perf_counter()) for output in outputs]
+            self.policy.learn(events)
+        return [event for _, event in events]
 
     def _next_depth(self) -> int:
         crowded = self.watchdog.suspended or (
@@ -323,7 +323,7 @@ class Engine:
                 result = launched.result()
                 if (timed := self._clock.booked(step, began, launched.ended)) is not None:
                     self._record_time(*timed)
-                events += self._events_of(self._scheduler.commit(step, result), step)
+                events += self._observed(self._scheduler.commit(step, result), step)
             except Exception as error:
                 events += self._fail(step.reqs, error)
         return events
@@ -341,7 +341,7 @@ class Engine:
         # The traceback is for the log; a client learns the kind of error and no more.
         log.error("a step with %d requests failed", len(reqs), exc_info=error)
         message = f"the engine failed in the step that computed this request: {type(error).__name__}"
-        return self._events_of(self._scheduler.fail(reqs, message))
+        return self._observed(self._scheduler.fail(reqs, message))
 
 
 def _require_device(error: Exception) -> None:

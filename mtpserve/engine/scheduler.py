@@ -39,7 +39,7 @@ from mtpserve.engine.spans import (
     to_compute,
     useful_drafts,
 )
-from mtpserve.engine.steps import RequestOutput, ScheduledStep
+from mtpserve.engine.steps import RequestEvent, ScheduledStep, event_of
 from mtpserve.engine.stopping import until_stop
 
 
@@ -249,8 +249,8 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------- commit
 
-    def commit(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
-        """Book a step. Requests that got neither tokens nor an end have no outcome. Raises ValueError, and
+    def commit(self, step: ScheduledStep, result: StepResult) -> list[RequestEvent]:
+        """Commits a step. Requests that got neither tokens nor an end have no event. Raises ValueError, and
         changes nothing, for a result that does not fit the plan."""
         if self.kv_connector is not None:
             self.kv_connector.commit(result.transferred)
@@ -263,19 +263,19 @@ class Scheduler:
         ]
         for req, span, booked in entries:
             self._check(req, span, booked)
-        outputs = (self._commit(*entry) for entry in entries)
+        events = (self._commit(*entry) for entry in entries)
         return [
-            output
-            for output in outputs
-            if output.tokens or output.prompt_logprobs or output.req.finish is not None
+            (req, event)
+            for req, event in events
+            if event.tokens or event.prompt_logprobs or event.finish is not None
         ]
 
-    def fail(self, reqs: Seq[RequestState], error: str) -> list[RequestOutput]:
+    def fail(self, reqs: Seq[RequestState], error: str) -> list[RequestEvent]:
         """End those of `reqs` that still live with an error."""
         living = [req for req in reqs if req.finish is None]
         for req in living:
             self._end(req, Finish.ERROR, error)
-        return [RequestOutput(req, []) for req in living]
+        return [event_of(req, []) for req in living]
 
     def _check(self, req: RequestState, span: SpanPlan, result: SpanResult) -> None:
         tokens = result.num_accepted_tokens + 1 if span.samples else 0
@@ -287,13 +287,13 @@ class Scheduler:
         if not fits and result.error is None:
             raise ValueError(f"the result of request {req.id} does not fit its span: {result}")
 
-    def _commit(self, req: RequestState, span: SpanPlan, result: SpanResult) -> RequestOutput:
+    def _commit(self, req: RequestState, span: SpanPlan, result: SpanResult) -> RequestEvent:
         proposal = Proposal(
             result.proposed, result.parents, [self._sources[who] for who in result.sources], result.path
         )
         if result.error is not None:
             self._end(req, Finish.ERROR, result.error)
-            return RequestOutput(req, [], proposal=proposal)
+            return event_of(req, [], proposal=proposal)
         tokens, finish = until_stop(req, result.tokens, self._eos_ids)
         settled = req.num_computed_tokens + span.num_tokens
         if span.num_deferred_tokens:
@@ -316,7 +316,7 @@ class Scheduler:
             self._end(req, finish)
         assert finish is not None or req.num_computed_tokens < len(req.tokens) < req.max_num_tokens
         logprobs = None if result.logprobs is None else result.logprobs[: len(tokens)]
-        return RequestOutput(
+        return event_of(
             req, tokens, min(result.num_accepted_tokens, len(tokens)), proposal, logprobs, scores or None
         )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import NamedTuple
 
-import msgspec
-
 from mtpserve.core.plan import StepPlan
-from mtpserve.core.request import Proposal, TokenLogprob
+from mtpserve.core.request import FirstTokenTimes, Proposal, TokenEvent, TokenLogprob
 from mtpserve.core.state.request_state import RequestState
+
+NO_PROPOSAL = Proposal()
 
 
 class ScheduledStep(NamedTuple):
@@ -18,13 +19,24 @@ class ScheduledStep(NamedTuple):
     reqs: list[RequestState]
 
 
-class RequestOutput(msgspec.Struct, frozen=True, gc=False):
-    """What one step gave one request, surplus after a stop already dropped. `req.finish` says whether it goes
-    on."""
+# What one step gave one request, surplus after a stop already dropped.
+RequestEvent = tuple[RequestState, TokenEvent]
 
-    req: RequestState
-    tokens: list[int]
-    num_accepted_tokens: int = 0  # accepted ones: the first of `tokens`
-    proposal: Proposal = Proposal()  # what the step verified
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
+
+def event_of(
+    req: RequestState,
+    tokens: list[int],
+    num_accepted_tokens: int = 0,
+    proposal: Proposal = NO_PROPOSAL,
+    logprobs: list[TokenLogprob] | None = None,
+    prompt_logprobs: list[TokenLogprob] | None = None,
+) -> RequestEvent:
+    """`tokens` were committed, the first `num_accepted_tokens` of them accepted proposals; the step verified
+    `proposal`. `req.finish` says whether the request goes on."""
+    times, queue = None, req.queue
+    if tokens and req.num_output_tokens == len(tokens) and queue.start_time is not None:
+        times = FirstTokenTimes(queue.start_time - queue.arrival_time, perf_counter() - queue.start_time)
+    return req, TokenEvent(
+        req.id, tokens, num_accepted_tokens, proposal, req.finish, req.error, logprobs, prompt_logprobs,
+        times, 0 if times is None else req.cache.num_cached_tokens, req.cache.kv_offer,
+    )  # fmt: skip

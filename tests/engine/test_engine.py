@@ -206,7 +206,8 @@ def test_preemption_counts_no_prompt_and_no_token_twice() -> None:
 
 def test_the_first_token_brings_its_waiting_times_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("mtpserve.engine.engine.perf_counter", lambda: now)
+    for module in ("engine", "steps"):
+        monkeypatch.setattr(f"mtpserve.engine.{module}.perf_counter", lambda: now)
     bench = Bench(drafts=0, running=1, budget=4)
     for name in ("r1", "r2"):
         bench.add(name, max_tokens=3)

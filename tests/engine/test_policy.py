@@ -22,7 +22,7 @@ from mtpserve.engine.depth.depth_config import CONFIG
 from mtpserve.engine.depth.policy import DepthPolicy
 from mtpserve.engine.depth.step_shapes import StepWork
 from mtpserve.engine.scheduler import Scheduler
-from mtpserve.engine.steps import RequestOutput, ScheduledStep
+from mtpserve.engine.steps import ScheduledStep, event_of
 from mtpserve.spec.sizes import spec_sizes
 from mtpserve.tools.simulate.costs import PROFILES, ModelShape, StepCost
 from mtpserve.tools.simulate.simulated import SimulatedDevice
@@ -296,7 +296,7 @@ def test_a_probe_with_much_more_accepted_than_expected_is_followed_by_the_next_o
         plan = StepPlan([SpanPlan(req_idx, 10, 1, 0, True, True, req.draft.max_draft_tokens) for req_idx, req in enumerate(reqs)], depth)
         policy.stepped(ScheduledStep(plan, reqs), depth, cost.seconds(len(reqs), 10, 10, depth))
         verified = [(req, count) for req, count in zip(reqs, accepted, strict=True) if depth and req.draft.max_draft_tokens]
-        policy.learn([RequestOutput(req, [], proposal=Proposal([0] * depth, path=[1] * count)) for req, count in verified])
+        policy.learn([event_of(req, [], proposal=Proposal([0] * depth, path=[1] * count)) for req, count in verified])
     assert len(probes) > 3 and (min(after - first for first, after in pairwise(probes)) < CONFIG.min_steps_between_changes) == at_once
 
 

@@ -15,7 +15,7 @@ from mtpserve.engine.integrity import check_integrity
 from mtpserve.engine.queue import UNLIMITED, SchedulingPolicy, WaitingQueue
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.spans import deferred
-from mtpserve.engine.steps import RequestOutput, ScheduledStep
+from mtpserve.engine.steps import RequestEvent, ScheduledStep
 from mtpserve.engine.stopping import until_stop
 
 EOS = 9
@@ -33,7 +33,7 @@ def request(name: str, prompt: int, output: int = 20, **sampling: object) -> Req
     return RequestState(request, [1] * prompt, prompt + output, num_write_ahead=3, num_lookahead_tokens=8)
 
 
-def run(scheduler: Scheduler, planned: ScheduledStep, *, accept: int = 0, drafts: int = 3, token: int = 1) -> list[RequestOutput]:
+def run(scheduler: Scheduler, planned: ScheduledStep, *, accept: int = 0, drafts: int = 3, token: int = 1) -> list[RequestEvent]:
     """Commit a step in which each verification accepts `accept` of its drafts."""
     results = []
     for span in planned.plan.spans:
@@ -200,7 +200,7 @@ def test_recomputation_stops_before_the_last_token_and_goes_on_with_drafts() -> 
     assert recomputed.drafts_next and not recomputed.samples
     (new_request,) = planned.plan.new_requests
     assert new_request.num_tokens == 14 and len(new_request.request.prompt) == 12
-    assert [outcome.req.id for outcome in run(scheduler, planned)] == ["b"]
+    assert [event.id for _, event in run(scheduler, planned)] == ["b"]
     assert rows(scheduler.plan(3))[1] == ("c", 13, 1, 3)
 
 
@@ -228,7 +228,7 @@ def test_result_of_an_aborted_request_is_ignored() -> None:
     planned = scheduler.plan(3)
     scheduler.abort("a")
     scheduler.add(request("a", 3))  # the same name again is somebody else
-    assert [outcome.req.id for outcome in run(scheduler, planned)] == ["b"]
+    assert [event.id for _, event in run(scheduler, planned)] == ["b"]
     assert scheduler.live["a"].tokens == [1, 1, 1]
 
 
@@ -260,8 +260,8 @@ def test_a_failed_row_ends_its_request_only() -> None:
     scheduler.add(request("b", 3))
     planned = scheduler.plan(3)
     outcomes = scheduler.commit(planned, StepResult([SpanResult([0], 0, 0, error=NOT_FINITE), SpanResult([1], 0, 0)]))
-    assert [(outcome.req.id, outcome.tokens, outcome.req.finish) for outcome in outcomes] == [("a", [], Finish.ERROR), ("b", [1], None)]
-    assert outcomes[0].req.error == NOT_FINITE
+    assert [(event.id, event.tokens, event.finish) for _, event in outcomes] == [("a", [], Finish.ERROR), ("b", [1], None)]
+    assert outcomes[0][1].error == NOT_FINITE
     check_integrity(scheduler)
 
 
@@ -305,7 +305,7 @@ def test_tokens_behind_a_stop_fill_no_page_that_others_find() -> None:
     run(scheduler, scheduler.plan(3))
     planned = scheduler.plan(3)
     assert rows(planned) == [("a", 4, 1, 3)]
-    (outcome,) = scheduler.commit(planned, StepResult([SpanResult([1, EOS, 1, 1], 3, 0)]))
+    ((_, outcome),) = scheduler.commit(planned, StepResult([SpanResult([1, EOS, 1, 1], 3, 0)]))
     assert outcome.tokens == [1, EOS] and req.cache.num_hashed_blocks == len(req.cache.block_hashes) == 1
     check_integrity(scheduler)
 
@@ -322,7 +322,7 @@ def test_scores_behind_a_stop_are_dropped_with_their_tokens() -> None:
     scheduler = make()
     scheduler.add(request("a", 4))
     run(scheduler, scheduler.plan(3))
-    (outcome,) = scheduler.commit(scheduler.plan(3), StepResult([SpanResult([1, EOS, 1, 1], 3, 0, logprobs=[SCORE] * 4)]))
+    ((_, outcome),) = scheduler.commit(scheduler.plan(3), StepResult([SpanResult([1, EOS, 1, 1], 3, 0, logprobs=[SCORE] * 4)]))
     assert outcome.tokens == [1, EOS] and outcome.logprobs == [SCORE] * 2
 
 
@@ -334,7 +334,7 @@ def test_scores_of_a_prompt_are_told_once_though_it_is_computed_again() -> None:
         planned = scheduler.plan(3)
         scored = [SCORE] * min(4, 7 - planned.plan.spans[0].start)
         result = SpanResult([1] if planned.plan.spans[0].samples else [], 0, 0, prompt_logprobs=scored)
-        told.append([len(outcome.prompt_logprobs or ()) for outcome in scheduler.commit(planned, StepResult([result]))])
+        told.append([len(outcome.prompt_logprobs or ()) for _, outcome in scheduler.commit(planned, StepResult([result]))])
         if len(told) == 1:
             scheduler._preempt_last()
     assert told == [[4], [], [3]]

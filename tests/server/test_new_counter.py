@@ -15,7 +15,7 @@ PROBE = """    probes_total: int = counter(
         "probes", "Outcomes.", replica="Outcomes of it.", vllm=(("probes", "V."),), sglang=(("probes", "S."),)
     )
 """
-COUNTED = "    req = output.req\n    stats.failed_requests_total"
+COUNTED = "    stats.failed_requests_total"
 OPTION = "    random_seed: int | None ="
 READ = """import asyncio, json, types
 import httpx
@@ -30,7 +30,7 @@ from tests.server.fake_client import FakeClient
 
 one, two = EngineStats(), EngineStats()
 for stats in (one, two, two):
-    count(stats, types.SimpleNamespace(req=types.SimpleNamespace(finish=None), tokens=[]))
+    count(stats, types.SimpleNamespace(finish=None), types.SimpleNamespace(tokens=[]))
 
 class TwoEngines(FakeClient):
     engines = [EngineState(0, "up", 0, 0, "", one), EngineState(1, "up", 0, 0, "", two)]

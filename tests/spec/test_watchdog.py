@@ -7,7 +7,6 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,11 @@ from mtpserve.engine.depth.watchdog import Watchdog
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.start import try_out
+from mtpserve.engine.steps import RequestEvent, event_of
 from tests.runtime.recorders import draft_one_by_one
 from tests.tiny import run, tiny_engine, tiny_model
 
 DEEP = 3
-
-
-@dataclass
-class Outcome:
-    req: RequestState
-    proposal: Proposal
 
 
 class ScriptedEngine:
@@ -80,16 +74,16 @@ class ScriptedEngine:
         while self.waiting and len(self.running) < self.seats:
             self.running.append(self.waiting.pop(0))
         self.wanted.append(draft_depth)
-        outcomes = []
+        events = list[RequestEvent]()
         for req in self.running:
             drafts = draft_depth if req.draft.max_draft_tokens is None else min(draft_depth, req.draft.max_draft_tokens)
             hit = 0.618 * len(req.tokens) % 1 < self.healthy and (self.easy or self.watch.is_self_check(req.id))
             path = list(range(1, drafts + 1)) if hit else []
             req.tokens += [1] * (1 + len(path))
             req.finish = Finish.LENGTH if len(req.tokens) >= req.max_num_tokens else None
-            outcomes.append(Outcome(req, Proposal([7] * drafts, list(range(drafts)), [self.source] * drafts, path)))
+            events.append(event_of(req, [], proposal=Proposal([7] * drafts, list(range(drafts)), [self.source] * drafts, path)))
         self.running = [req for req in self.running if req.finish is None]
-        assert all(outcome.req.id.startswith("client") for outcome in self.watch.client_outputs(outcomes))
+        assert all(event.id.startswith("client") for _, event in self.watch.client_events(events))
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> float:
         """→ the seconds that it took."""

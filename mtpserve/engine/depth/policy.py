@@ -37,7 +37,7 @@ from mtpserve.engine.depth.ranking import DepthChoice, DepthModel
 from mtpserve.engine.depth.step_shapes import StepShapes
 from mtpserve.engine.depth.step_times import StepTimes
 from mtpserve.engine.depth.survival import Survival, sample_of
-from mtpserve.engine.steps import RequestOutput, ScheduledStep
+from mtpserve.engine.steps import RequestEvent, ScheduledStep
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class DepthPolicy:
         elif not is_probe:
             self.times.observe_prompts(work, prompts, seconds)
 
-    def learn(self, outcomes: Seq[RequestOutput]) -> None:
+    def learn(self, events: Seq[RequestEvent]) -> None:
         """Learns from what one step yielded. Drafts of probes are always looked at."""
         self._num_learned += 1
         self.probes.begin_verification()
@@ -211,10 +211,10 @@ class DepthPolicy:
             share = self.config.learning_interval_s / self.config.choice_interval_s
             min_period = max(int(self._period * share), 1)
             size = self.config.max_sampled_requests
-            outcomes = sample_of(outcomes, self._num_learned, min_period, size)
-        for outcome in outcomes:
-            if outcome.proposal.tokens:
-                self.verified(outcome.req, len(outcome.proposal.tokens), outcome.proposal.path)
+            events = sample_of(events, self._num_learned, min_period, size)
+        for req, event in events:
+            if event.proposal.tokens:
+                self.verified(req, len(event.proposal.tokens), event.proposal.path)
         self.probes.end_verification()
 
     def verified(self, req: RequestState, drafts: int, path: Seq[int]) -> None:

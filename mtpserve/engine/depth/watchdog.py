@@ -31,14 +31,14 @@ from time import perf_counter
 
 from mtpserve.config.drafters import MTP
 from mtpserve.core.errors import EngineBusy
-from mtpserve.core.request import Proposal, Request
+from mtpserve.core.request import Proposal, Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.core.stats.engine_stats import DraftHealth, DraftState
 from mtpserve.engine.depth.control import EngineControl
 from mtpserve.engine.depth.depth_config import WATCHDOG_CONFIG, WatchdogConfig
 from mtpserve.engine.depth.survival import sample_of
-from mtpserve.engine.steps import RequestOutput
+from mtpserve.engine.steps import RequestEvent
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Watchdog:
     least rate of the model's family. `drafter`: the draft model's name among the sources. `clock` in seconds.
 
     The engine calls `start` once, `before_step` and `limit_drafts` for each step that it plans, and
-    `client_outputs` for what each one yielded.
+    `client_events` for what each one yielded.
     """
 
     def __init__(
@@ -224,29 +224,29 @@ class Watchdog:
                 )
         return self.max_depth if deep else draft_depth
 
-    def client_outputs(self, outcomes: Seq[RequestOutput], verified: bool = True) -> Seq[RequestOutput]:
+    def client_events(self, events: Seq[RequestEvent], verified: bool = True) -> Seq[RequestEvent]:
         """→ what a step yielded for clients' requests. Drafts that were `verified` are counted. Of many
         requests a sample is counted."""
         if self._self_check is None:
             if verified and self._armed and not self.suspended:
                 self._num_steps += 1
-                for outcome in sample_of(outcomes, self._num_steps):
-                    self._count(outcome, None)
-            return outcomes
-        outputs = list[RequestOutput]()
-        for outcome in outcomes:
-            self_check = self._self_check if self.is_self_check(outcome.req.id) else None
-            self._count(outcome, self_check)
+                for _, event in sample_of(events, self._num_steps):
+                    self._count(event, None)
+            return events
+        client_events = list[RequestEvent]()
+        for req, event in events:
+            self_check = self._self_check if self.is_self_check(event.id) else None
+            self._count(event, self_check)
             if self_check is None:
-                outputs.append(outcome)
-            elif outcome.req.finish is not None:
-                self_check.ids.discard(outcome.req.id)
-        return outputs
+                client_events.append((req, event))
+            elif event.finish is not None:
+                self_check.ids.discard(event.id)
+        return client_events
 
-    def _count(self, outcome: RequestOutput, self_check: SelfCheck | None) -> None:
-        proposal = outcome.proposal
-        if proposal.tokens and proposal.sources[0] == self.drafter and outcome.req.error is None:
-            self._observe(outcome.req.id, proposal, self_check)
+    def _count(self, event: TokenEvent, self_check: SelfCheck | None) -> None:
+        proposal = event.proposal
+        if proposal.tokens and proposal.sources[0] == self.drafter and event.error is None:
+            self._observe(event.id, proposal, self_check)
 
     # ---------------------------------------------------------------------------------------------- decisions
 

@@ -25,7 +25,7 @@ from mtpserve.cache.keys import Key, root
 from mtpserve.config import EngineConfig
 from mtpserve.config.options import check
 from mtpserve.core.plan import StepPlan, StepResult
-from mtpserve.core.request import Finish, Request
+from mtpserve.core.request import Finish, Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.state.request_state import RequestState
 from mtpserve.engine.depth.policy import DepthPolicy
@@ -33,7 +33,7 @@ from mtpserve.engine.depth.step_shapes import passes_of
 from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.queue import SchedulingPolicy
 from mtpserve.engine.scheduler import Scheduler
-from mtpserve.engine.steps import RequestOutput, ScheduledStep
+from mtpserve.engine.steps import ScheduledStep
 from mtpserve.tools.simulate.costs import StepCost
 from mtpserve.tools.simulate.simulated import SimulatedDevice
 from mtpserve.tools.simulate.simulated_tiers import PageTimes, SimulatedDisk, SimulatedTransfers
@@ -262,18 +262,17 @@ class Simulation:
             self.now = max(self.now, end)
             if self._transfers is not None:
                 result = StepResult(result.spans, self._transfers.ended(self.now))
-            outcomes = self.scheduler.commit(planned, result)
+            events = self.scheduler.commit(planned, result)
             if self._policy is not None:
-                self._policy.learn(outcomes)
-            for outcome in outcomes:
-                self._yielded(outcome)
+                self._policy.learn(events)
+            for req, event in events:
+                self._yielded(req, event)
 
-    def _yielded(self, outcome: RequestOutput) -> None:
-        req, result = outcome.req, self.result
-        live = self._live[req.id]
-        result.output_tokens += len(outcome.tokens)
+    def _yielded(self, req: RequestState, event: TokenEvent) -> None:
+        result, live = self.result, self._live[req.id]
+        result.output_tokens += len(event.tokens)
         result.seconds = self.now
-        if outcome.tokens and req.num_output_tokens == len(outcome.tokens):
+        if event.tokens and req.num_output_tokens == len(event.tokens):
             live.began = self.now
             result.first_token.append(self.now - live.arrived)
             result.prompt_tokens += req.num_prompt_tokens
