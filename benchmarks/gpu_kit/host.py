@@ -80,7 +80,7 @@ class EngineClock:
         self.engine: Engine = engine_of(model, cell, device_config.device, self.recorder, room=PROMPT + TOKENS + 64)
         runner, graphs = runner_of(self.engine)
         self.time(self.engine._scheduler, "plan", "plan")
-        self.time(self.engine, "_book", "book")
+        self.time(self.engine, "_commit", "book")
         self.time(runner, "launch", "launch")
         self.tell_prompts(graphs)
         self.count_launched(runner)
