@@ -136,7 +136,8 @@ template <class K> struct Work {
   template <class F> void each_row(const F& f) const {
     int64_t i = 0;
     for (int64_t h = piece.heads.first; h < piece.heads.end; h++)
-      for (int64_t m = piece.rows.first; m < piece.rows.end; m++) f(i++, spans.query_start_loc[piece.request] + m / group, h * group + m % group);
+      for (int64_t m = piece.rows.first; m < piece.rows.end; m++)
+        f(i++, spans.query_start_loc[piece.request] + m / group, h * group + m % group);
   }
 
   // The columns start + seen; before and after them, up to whole vectors, is the first of these again, which was written.

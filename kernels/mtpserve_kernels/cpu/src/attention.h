@@ -5,13 +5,13 @@
 namespace mtp {
 // A planned batch for the layers of one store: what differs from layer to layer is the addresses of its keys and values.
 struct Spans {
-  const int64_t* page_table;  // [seats, table_stride]
-  const int64_t* seats;       // [requests]
-  const int64_t* query_start_loc;        // [requests + 1]
-  const int64_t* seq_lens;      // [requests]
-  const int64_t* index;       // [rows]
-  const int64_t* tree_bits;   // [rows] or null
-  const int64_t* tree_start;  // [requests] or null
+  const int64_t* page_table;       // [seats, table_stride]
+  const int64_t* seats;            // [requests]
+  const int64_t* query_start_loc;  // [requests + 1]
+  const int64_t* seq_lens;         // [requests]
+  const int64_t* index;            // [rows]
+  const int64_t* tree_bits;        // [rows] or null
+  const int64_t* tree_start;       // [requests] or null
   int64_t table_stride, requests, page_size, window, shift;
   int64_t heads, kv_heads, key_dim, value_dim;
   int64_t key_stride, key_head_stride, value_stride, value_head_stride;  // numbers from slot to slot and from head to head

@@ -9,9 +9,9 @@ namespace mtp {
 // Rows of a step's tokens, and in which of them each of those requests ends that are drafted for.
 struct Absorbed {
   int64_t rows, requests;
-  const int64_t *ids, *index, *slots;    // [rows], each at its index's position
+  const int64_t *ids, *index, *slots;                 // [rows], each at its index's position
   const int64_t *seats, *query_start_loc, *seq_lens;  // [requests], query_start_loc one more
-  const void* features;                  // [rows, hidden] with `stride` from row to row
+  const void* features;                               // [rows, hidden] with `stride` from row to row
   int64_t stride;
   const int64_t* last;  // [drafted]
   bool split;           // of all rows keys and values alone, then the last ones again
@@ -64,7 +64,8 @@ extern "C" void mtp_chain(const Chain* chain, int32_t threads) {
   const Absorbed& given = chain->absorbed;
   const int64_t number = size_of(pass.type), width = hidden * number, *last = given.last;
   Spans whole = chain->spans;
-  whole.requests = given.requests, whole.seats = given.seats, whole.query_start_loc = given.query_start_loc, whole.seq_lens = given.seq_lens;
+  whole.requests = given.requests, whole.seats = given.seats, whole.query_start_loc = given.query_start_loc,
+  whole.seq_lens = given.seq_lens;
   whole.index = given.index;
   Context stored = chain->context;
   stored.spans = &whole, stored.slots = given.slots;

@@ -63,7 +63,8 @@ template <class T> struct Rows {
 
   Rows(const Work& work, int64_t r) : work(work) {
     const StateSpans& spans = work.spans;
-    seat = spans.seats[r], first = spans.query_start_loc[r], length = spans.length[r], drafts = spans.query_start_loc[r + 1] - first - length;
+    seat = spans.seats[r], first = spans.query_start_loc[r], length = spans.length[r],
+    drafts = spans.query_start_loc[r + 1] - first - length;
     fresh = spans.fresh[r], replay = fresh ? 0 : spans.replay[r], history = work.rule.taps - 1;
   }
   const T* ring(int64_t j) const { return (T*)work.layer.ring + (seat * work.layer.ring_rows + j) * work.rule.channels(); }

@@ -28,8 +28,8 @@ void mtp_slots(const int64_t* page_table, int64_t stride, int64_t columns, int64
   for (int64_t i = 0; i < count; i++) out[i] = slot_of(page_table + seats[i] * stride, columns, page_size, index[i]);
 }
 
-// Request r has the rows query_start_loc[r] … query_start_loc[r + 1] - 1, from start[r] on (null: from what is computed of it), and at most drafts[r] drafts.
-// → out: ids, index, slots, row_seats [rows]; seq_lens, draft_count, samples [requests].
+// Request r has the rows query_start_loc[r] … query_start_loc[r + 1] - 1, from start[r] on (null: from what is computed of it), and at most
+// drafts[r] drafts. → out: ids, index, slots, row_seats [rows]; seq_lens, draft_count, samples [requests].
 void mtp_place(const Seats* s, const int64_t* seats, const int64_t* query_start_loc, const int64_t* start, const int64_t* drafts,
                const int64_t* samples, int64_t requests, int64_t rows, int64_t* out, int32_t) {
   int64_t *ids = out, *index = ids + rows, *slots = index + rows, *row_seats = slots + rows;
