@@ -1,7 +1,7 @@
 """Steps that are captured once and replayed: one launch on the host instead of hundreds.
 
 A graph is a whole step (forward, accept, compact, absorb, draft) for a padded number of requests, each with
-as many rows as the engine verifies. It is fed with seats, wanted depths and numbers of drafts; everything
+as many rows as the engine verifies. It is fed with req_idx, draft depths and numbers of drafts; everything
 else it reads from the seats on the device. The seat that belongs to no request pads it.
 
     requests   | a | b | c | - |     tier 4            rows of each   | x d1 d2 d3 |   fewer drafts are masked
@@ -111,17 +111,17 @@ class StepGraphs:
         return StepGraphs(self.step, self.sampling, self.capturer, self.max_batch_size)
 
     def replay(
-        self, seats: Seq[int], wanted: Seq[int], max_draft_tokens: Seq[int], drafts: int, draft_depth: int,
-        features: SamplingFeatures,
-        trees: bool, deferred: bool = False, checkpoints: Seq[Seq[int]] = (), prompts: Prompts | None = None,
+        self, req_indices: Seq[int], depths: Seq[int], max_draft_tokens: Seq[int], drafts: int,
+        draft_depth: int, features: SamplingFeatures, trees: bool,
+        deferred: bool = False, checkpoints: Seq[Seq[int]] = (), prompts: Prompts | None = None,
     ) -> CapturedGraph | None:  # fmt: skip
         """`drafts` of the widest span; `draft_depth`: how deep the step drafts; `deferred`: as in GraphKey;
         `checkpoints`: numbers of checkpoints, where layers keep states; `prompts`: the last ones of the
         requests. What it gives is overwritten by the next replay, on the device and in its order. None: such
         a step cannot be captured, or its prompts are too long, and nothing was done."""
         decoding, deepest = (
-            len(seats) - (0 if prompts is None else len(prompts.lengths)),
-            draft_depth if any(wanted) else 0,
+            len(req_indices) - (0 if prompts is None else len(prompts.lengths)),
+            draft_depth if any(depths) else 0,
         )
         if prompts is None:
             key: GraphKey | None = self.key(decoding, drafts, deepest, features, trees, deferred)
@@ -133,10 +133,11 @@ class StepGraphs:
         if key is None or graph is None:
             return None
         # A chain's number of drafts is its depth, and those who are limited otherwise are not captured.
-        max_draft_tokens = max_draft_tokens or [self.drafts] * len(seats)
-        depths = wanted if self.step.drafter.sizes.trees else list(map(min, wanted, max_draft_tokens))
+        max_draft_tokens = max_draft_tokens or [self.drafts] * len(req_indices)
+        if not self.step.drafter.sizes.trees:
+            depths = list(map(min, depths, max_draft_tokens))
         lists = (
-            (seats, self.step.req_tensors.padding),
+            (req_indices, self.step.req_tensors.padding),
             (depths, 0),
             (max_draft_tokens, 0),
             *((column, 0) for column in checkpoints),
