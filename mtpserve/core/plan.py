@@ -85,14 +85,9 @@ class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.num_tokens + self.num_draft_tokens
 
 
-class NewPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Pages that a request has got since the last plan that named it; column c of its page table is the page
-    of its tokens from c · page_size on."""
-
-    req_idx: int
-    first_block: int  # column of the first one
-    pages: list[int]
-    group: int = 0  # the page group: see core.arch.model.page_groups
+# (page group, req_idx, column, page): column c of a request's page table is the page of its tokens from
+# c · page_size on. Groups: see core.arch.model.page_groups.
+BlockTableEntry = tuple[int, int, int, int]
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -134,7 +129,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     spans: list[SpanPlan]  # one per seat at most
     draft_depth: int  # how deep to draft for the next step
     new_requests: list[NewRequest] = []  # each has a span in the same plan
-    new_pages: list[NewPages] = []  # for seats that have a span in the same plan
+    # Pages that requests have got since the last plan that named them. Each request has a span in the plan.
+    new_blocks: list[BlockTableEntry] = []
     transfers: list[Transfer] = []
 
 

@@ -34,7 +34,7 @@ from mtpserve.engine.spans import (
     decodes,
     deferred,
     ends,
-    new_pages,
+    new_blocks,
     next_span,
     to_compute,
     useful_drafts,
@@ -150,12 +150,15 @@ class Scheduler:
             req.num_draft_tokens = (
                 req.draft.pending_draft_limit if span.drafts_next and draft_depth > 0 else 0
             )
-        pages = [
-            new for req, _ in planned if req.cache.has_new_blocks for new in new_pages(req, self.pages.dense)
+        entries = [
+            entry
+            for req, _ in planned
+            if req.cache.has_new_blocks
+            for entry in new_blocks(req, self.pages.dense)
         ]
         transfers = [] if self.kv_connector is None else self.kv_connector.take_outgoing()
         return ScheduledStep(
-            StepPlan([span for _, span in planned], draft_depth, new_requests, pages, transfers),
+            StepPlan([span for _, span in planned], draft_depth, new_requests, entries, transfers),
             [req for req, _ in planned],
         )
 

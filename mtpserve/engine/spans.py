@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from mtpserve.core.plan import NewPages, NewRequest, SpanPlan
+from mtpserve.core.plan import BlockTableEntry, NewRequest, SpanPlan
 from mtpserve.core.state.request_state import RequestState
 
 
@@ -101,12 +101,12 @@ def admission(req: RequestState) -> NewRequest:
     )  # fmt: skip
 
 
-def new_pages(req: RequestState, groups: int) -> list[NewPages]:
+def new_blocks(req: RequestState, groups: int) -> list[BlockTableEntry]:
     """Pages of the first `groups` groups that no plan has named yet."""
     assert req.req_idx is not None
-    new, req.cache.has_new_blocks = list[NewPages](), False
-    for group, held in enumerate(req.cache.blocks[:groups]):
-        first, held.planned_end = max(held.planned_end, held.first), held.end
-        if first < held.end:
-            new.append(NewPages(req.req_idx, first, held.pages[first - held.first :], group))
-    return new
+    entries, req.cache.has_new_blocks = list[BlockTableEntry](), False
+    for group, blocks in enumerate(req.cache.blocks[:groups]):
+        first, blocks.planned_end = max(blocks.planned_end, blocks.first), blocks.end
+        pages = blocks.pages[first - blocks.first :]
+        entries += [(group, req.req_idx, column, page) for column, page in enumerate(pages, first)]
+    return entries

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpserve.cache.states import States
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.plan import NewPages, NewRequest
+from mtpserve.core.plan import BlockTableEntry, NewRequest
 from mtpserve.core.protocols.grammars import GrammarCompiler
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.device_requests import STOPS, DeviceRequests
@@ -48,7 +48,10 @@ def admitted(new_requests: Seq[NewRequest], grammars: GrammarCompiler | None) ->
 
 
 def seat(
-    requests: Seq[RunnerRequest], pages: Seq[NewPages], req_tensors: DeviceRequests, sampling: SamplingState
+    requests: Seq[RunnerRequest],
+    entries: Seq[BlockTableEntry],
+    req_tensors: DeviceRequests,
+    sampling: SamplingState,
 ) -> None:
     """`requests` are those of requests that were admitted just now."""
     biased = [
@@ -56,11 +59,6 @@ def seat(
         for request in requests
         if request.has_bias
         for token, bias in biases(request).items()
-    ]
-    entries = [
-        (new_pages.group, new_pages.req_idx, column, page)
-        for new_pages in pages
-        for column, page in enumerate(new_pages.pages, new_pages.first_block)
     ]
     parts = iter(
         staged(

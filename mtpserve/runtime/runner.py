@@ -150,12 +150,12 @@ class Runner:
         self.step.store_deferred_kv(layout, req_indices, BatchSampler(self.sampling, SamplingFeatures()))
 
     def admit(self, plan: StepPlan) -> None:
-        if not plan.new_requests and not plan.new_pages:
+        if not plan.new_requests and not plan.new_blocks:
             return
         requests = admitted(plan.new_requests, self.grammars)
         self.requests |= {request.req_idx: request for request in requests}
         seated = [request for request in requests if request.error is None]
-        seat(seated, plan.new_pages, self.req_tensors, self.sampling)
+        seat(seated, plan.new_blocks, self.req_tensors, self.sampling)
         if self.step.states is not None and seated:
             start_states([request.new_request for request in seated], self.step.states)
 

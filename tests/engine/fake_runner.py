@@ -146,15 +146,15 @@ class FakeRunner:
             tables: list[dict[int, int]] = [{} for _ in self.windows]
             tokens = new_request.request.prompt + new_request.output_ids
             self.seats[new_request.req_idx] = Seat(new_request, tokens, new_request.num_computed_tokens, pages=tables, seen=len(tokens))
-        for new in plan.new_pages:
-            req_idx = self.seats[new.req_idx]
-            table = req_idx.pages[new.group]
-            assert new.pages and any(span.req_idx == new.req_idx for span in plan.spans)
-            # From the next column on, or earlier: what others have computed takes the place of its own.
-            assert new.first_block <= max(table) + 1 if table else self.windows[new.group] is not None or new.first_block == 0
-            fresh = [page for column, page in enumerate(new.pages, new.first_block) if self._is_own(req_idx, table.get(column), column)]
-            table.update(enumerate(new.pages, new.first_block))
-            self.queue.append(partial(self._forget, new.group, fresh))
+        for group, req_idx, column, page in plan.new_blocks:
+            seat = self.seats[req_idx]
+            table = seat.pages[group]
+            assert any(span.req_idx == req_idx for span in plan.spans)
+            # In the next column, or an earlier one: what others have computed takes the place of its own.
+            assert column <= max(table) + 1 if table else self.windows[group] is not None or column == 0
+            fresh = [page] if self._is_own(seat, table.get(column), column) else []
+            table[column] = page
+            self.queue.append(partial(self._forget, group, fresh))
         given = [Given(span, self.seats[span.req_idx], [dict(table) for table in self.seats[span.req_idx].pages]) for span in plan.spans]
         self._check_apart(given)
         self.steps.append([(each.seat.admission.id, each.span.start, each.span.num_tokens, each.span.num_draft_tokens) for each in given])

@@ -62,7 +62,7 @@ def replayed(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> t
 def test_a_recording_gives_the_same_again(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head, header, events = parts(recorded)
     planned = [event for event in events if isinstance(event, StepPlanned)]
-    assert head.format == 3 and (header.pages, header.page_size, header.seats) == (64, 16, 4) and header.dtype in ("float32", "bfloat16")
+    assert head.format == 4 and (header.pages, header.page_size, header.seats) == (64, 16, 4) and header.dtype in ("float32", "bfloat16")
     assert [event.step for event in planned] == list(range(1, len(planned) + 1)) and len(events) == 2 * len(planned)
     assert all(len(msgspec.msgpack.encode(event)) < 200 for event in planned if not event.plan.new_requests)
     code, out, err = replayed(recorded, capsys)
@@ -102,7 +102,7 @@ def test_what_was_written_before_a_crash_is_replayed(recorded: Path, capsys: pyt
         (lambda data, rest: MAGIC, "ends before the first step"),
         (lambda data, rest: data[: len(MAGIC) + 300], "ends before the first step"),
         (lambda data, rest: data.replace(b"StepPlanned", b"StepPlanmed", 1), "is damaged at byte "),
-        (lambda data, rest: rest(Preamble(4, "9.1")), "was written by mtpserve 9.1 in format 4; mtpserve "),
+        (lambda data, rest: rest(Preamble(5, "9.1")), "was written by mtpserve 9.1 in format 5; mtpserve "),
     ],
     ids=["missing", "foreign", "empty", "header", "damaged", "newer"],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.arch.model import Features, attention_kinds, page_groups, recurrent_kinds
-from mtpserve.core.plan import NewPages, NewRequest
+from mtpserve.core.plan import NewRequest
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.spec_sizes import SpecSizes
@@ -67,8 +67,13 @@ class Harness:
         self.records = [
             RunnerRequest(NewRequest(i, Request(str(i), list(prompt), params, seed=i), [], 0, longest)) for i, prompt in enumerate(prompts)
         ]
-        pages = [NewPages(i, 0, order[i * each : (i + 1) * each], g) for i in range(len(prompts)) for g, order in enumerate(orders)]
-        seat(self.records, pages, self.seats, self.sampling)
+        entries = [
+            (group, i, column, page)
+            for i in range(len(prompts))
+            for group, order in enumerate(orders)
+            for column, page in enumerate(order[i * each : (i + 1) * each])
+        ]
+        seat(self.records, entries, self.seats, self.sampling)
 
     @torch.inference_mode()
     def step(self, widths: Seq[int], drafts: int = 0) -> list[Tensor]:

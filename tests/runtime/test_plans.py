@@ -184,7 +184,7 @@ def decoding(requests: int) -> StepPlan:
 def test_a_plan_is_small() -> None:
     steady = decoding(8)
     assert [span.num_draft_tokens for span in steady.spans] == [3] * 8
-    assert not steady.new_requests and not steady.new_pages and len(msgspec.msgpack.encode(steady)) < 100
+    assert not steady.new_requests and not steady.new_blocks and len(msgspec.msgpack.encode(steady)) < 100
 
 
 class Once(Risings):

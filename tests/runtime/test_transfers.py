@@ -90,10 +90,10 @@ def test_a_step_makes_one_copy_for_all_that_is_new(monkeypatch: pytest.MonkeyPat
     while engine.has_work:
         assert all(event.error is None for event in engine.step())
     for plan, copies in kept:
-        assert copies["admissions"] == bool(plan.new_requests or plan.new_pages)
+        assert copies["admissions"] == bool(plan.new_requests or plan.new_blocks)
         assert copies["runner"] <= 1 and copies["inputs"] <= 2
         assert copies["copies"] == copies["admissions"] + copies["runner"] + copies["inputs"]
-    assert sum(len(plan.new_requests) > 1 for plan, _ in kept) > 0 and sum(len(plan.new_pages) > 1 for plan, _ in kept) > 3
+    assert sum(len(plan.new_requests) > 1 for plan, _ in kept) > 0 and sum(len(plan.new_blocks) > 1 for plan, _ in kept) > 3
     assert any(copies["copies"] == 1 for _, copies in kept), "seats and wanted depths alone"
     assert any(copies["copies"] == 0 for _, copies in kept), "all as in the step before"
 

@@ -27,7 +27,7 @@ from mtpserve.engine.startup.planning import Plan, overlap_of
 T = TypeVar("T")
 
 MAGIC = b"mtpserve steps\n"
-FORMAT = 3
+FORMAT = 4
 
 
 class Preamble(msgspec.Struct, frozen=True, array_like=True):
