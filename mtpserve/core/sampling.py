@@ -57,13 +57,34 @@ RANGES = {
     "frequency_penalty": Range(-2, 2),
     "presence_penalty": Range(-2, 2),
     "min_tokens": Range(0, MAX_COUNT),
+    "thinking_token_budget": Range(0, MAX_COUNT),
     "priority": Range(-(2**31), 2**31 - 1, "a 32-bit signed integer"),
     "logprobs": Range(0, MAX_COUNT, "at least 0"),  # see check_logprobs
     "prompt_logprobs": Range(0, MAX_COUNT, "at least 0"),
 }
 MAX_STEPS = 63  # that a request may ask for
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag", "tool_calls"]
+# "any_text" constrains nothing; it stands beside a `thinking` budget.
+GrammarKind = Literal[
+    "json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag", "tool_calls", "any_text"
+]
+# Tokens that steps in flight and drafts may be ahead of what the host knows.
+BUDGET_MARGIN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """A limit on the reasoning at the beginning of an output.
+
+    `start`, `end`: the texts around reasoning. `is_open`: the output begins inside. After `num_tokens` tokens
+    of reasoning without `end`, the output goes on with `closing_ids`.
+    """
+
+    num_tokens: int
+    start: str
+    end: str
+    closing_ids: tuple[int, ...]
+    is_open: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +94,8 @@ class GrammarSpec:
 
     `front`, `instead`: rules in Lark, or empty: a rule `front` that comes before the constrained text, and a
     rule `calls`, tool calls that may replace it. `lead`: an expression in Lark, or empty: what comes right
-    before the text, but not before these calls. `field`: the request's field, for errors.
+    before the text, but not before these calls. `thinking`: a limit on the reasoning before all of it.
+    `field`: the request's field, for errors.
     """
 
     kind: GrammarKind
@@ -81,6 +103,7 @@ class GrammarSpec:
     front: str = ""
     instead: str = ""
     lead: str = ""
+    thinking: ThinkingBudget | None = None
     field: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +112,12 @@ class GrammarSpec:
                 f"{self.kind} has {len(self.text)} characters, at most {MAX_GRAMMAR_BYTES} are allowed",
                 self.field or self.kind,
             )
+
+    @property
+    def first_token(self) -> int:
+        """The output's first token on which the constraint may bear."""
+        budget = self.thinking if self.kind == "any_text" else None
+        return 0 if budget is None else max(budget.num_tokens - BUDGET_MARGIN, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +175,7 @@ class SamplingParams:
     logprobs: int | None = None  # log-probabilities of the output's tokens, and of this many alternatives
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, except the first
     grammar: GrammarSpec | None = None
+    thinking_token_budget: int | None = None  # tokens of reasoning; None: no limit of its own
     # for the logits processors given at launch
     custom_params: Mapping[str, object] = field(default_factory=dict)
     # lower ones are scheduled first with --scheduling-policy priority; no text depends on it
@@ -212,6 +242,11 @@ class SamplingParams:
                     f"{name} must be in [0, {max_logprobs}], got {getattr(self, name)}: see --max-logprobs",
                     name,
                 )
+
+    @property
+    def first_constrained_token(self) -> int | None:
+        """The output's first token on which the grammar may bear; None: there is no grammar."""
+        return None if self.grammar is None else self.grammar.first_token
 
     @property
     def greedy(self) -> bool:

@@ -179,7 +179,7 @@ class Engine:
             request.prompt + request.prior_output_ids,
             self.context_length if sampling.max_tokens is None else prompt_len + sampling.max_tokens,
             request.num_scored_prompt_tokens,
-            is_synchronous=self._runner.processors or sampling.grammar is not None,
+            synchronous_from=0 if self._runner.processors else sampling.first_constrained_token,
         )
         if self.fingerprint is not None and not is_self_check:
             req.cache.hash_root = root(self.fingerprint, request.salt)

@@ -33,6 +33,12 @@ def validate(request: Request, card: ModelCard, live_ids: Container[str], policy
             f"prompt has {prompt} tokens, but prompt and output together are at most {context}", "prompt"
         )
     require_fit(prompt, sampling, context)
+    if sampling.thinking_token_budget is not None:
+        raise InvalidRequest(
+            "thinking_token_budget needs a server's reasoning parser, which knows where reasoning ends, got "
+            f"{sampling.thinking_token_budget}",
+            "thinking_token_budget",
+        )
     require_room(request, context)
     sampling.check_policy(policy)
 

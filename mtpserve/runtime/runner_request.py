@@ -31,7 +31,8 @@ class RunnerRequest:
         self.has_penalty = (
             params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
         )
-        self.always_rules = bool(self.has_bias or self.has_penalty or self.bad_words or params.grammar)
+        self.always_rules = bool(self.has_bias or self.has_penalty or self.bad_words)
+        self.first_constrained_token = params.first_constrained_token
 
     @property
     def num_output_tokens(self) -> int:
@@ -43,8 +44,14 @@ class RunnerRequest:
         return self.num_output_tokens < self.sampling.min_tokens
 
     @property
+    def is_constrained(self) -> bool:
+        """Its grammar may bear on this step."""
+        first = self.first_constrained_token
+        return first is not None and self.num_output_tokens >= first
+
+    @property
     def has_rules(self) -> bool:
-        return self.always_rules or self.is_below_min_tokens
+        return self.always_rules or self.is_below_min_tokens or self.is_constrained
 
     def depth(self, limit: int) -> int:
         """The depth of its proposals in a step that proposes `limit` deep."""

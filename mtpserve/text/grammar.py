@@ -29,9 +29,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mtpserve.core.errors import EngineBusy, InvalidRequest, LoadError
 from mtpserve.core.gguf import SUFFIX
+from mtpserve.core.protocols.grammars import Grammar
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.text.gguf import fast_tokenizer
 from mtpserve.text.grammar_source import source
+from mtpserve.text.thinking_budget import ThinkingBudgetMatcher
 
 FIELDS = {
     "json_object": "response_format",
@@ -73,7 +75,14 @@ class LLGuidanceCompiler:
         self._abandoned: list[threading.Thread] = []
         self._starting = threading.Lock()  # the size of stacks is the whole process's
 
-    def compile(self, spec: GrammarSpec) -> GrammarMatcher:
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Raises InvalidRequest, EngineBusy: see `matcher`."""
+        if (budget := spec.thinking) is None:
+            return self.matcher(spec)
+        inner = None if spec.kind == "any_text" else self.matcher(spec)
+        return ThinkingBudgetMatcher(budget, self._tokenizer.decode_bytes, inner)
+
+    def matcher(self, spec: GrammarSpec) -> GrammarMatcher:
         """Raises InvalidRequest with the field and the reason; EngineBusy while grammars of other requests
         hold up the compiler."""
         field = spec.field or FIELDS.get(spec.kind, spec.kind)

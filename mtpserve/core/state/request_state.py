@@ -32,7 +32,8 @@ class RequestState:
     max_num_tokens: int  # prompt + max_tokens, at most the context length
     # Prompt tokens, from the second on, whose log-probabilities were reported.
     num_scored_prompt_tokens: int = 0
-    is_synchronous: bool = False  # the host must commit its last step before it can launch the next one
+    # From so many output tokens on the host must commit its last step before it can launch the next one.
+    synchronous_from: int | None = None
     num_write_ahead: int = 0  # tokens after the last committed one that a step may write for it
     # Tokens after those that the host knows for which it holds pages: SpecSizes.num_lookahead_tokens.
     num_lookahead_tokens: int = 0
@@ -78,6 +79,10 @@ class RequestState:
     def num_expected_tokens(self) -> int:
         """The fewest tokens that it has once all steps in flight are committed, unless it ends before."""
         return len(self.tokens) + self.num_pending_outputs
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self.synchronous_from is not None and self.num_output_tokens >= self.synchronous_from
 
     @property
     def in_flight(self) -> bool:

@@ -23,7 +23,9 @@ class GrammarRules:
         """The grammars were advanced to the end of what was read."""
         self.vocab = vocab
         self.by_seat: dict[int, Grammar] = {
-            request.req_idx: request.grammar for request in requests if request.grammar is not None
+            request.req_idx: request.grammar
+            for request in requests
+            if request.grammar is not None and request.is_constrained
         }
 
     def __bool__(self) -> bool:

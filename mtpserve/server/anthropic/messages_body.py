@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import RANGES
 from mtpserve.server.chat import forms
-from mtpserve.server.chat.bodies import ChatRequest, SamplingFields
+from mtpserve.server.chat.bodies import BudgetTokens, ChatRequest, SamplingFields
 from mtpserve.server.chat.conversation import (
     MAX_MESSAGES,
     CalledFunction,
@@ -97,10 +97,10 @@ class UserMetadata(Strict):
 
 
 class ThinkingOptions(Strict):
-    """Told to the chat template, as `thinking` and `enable_thinking`; the budget is not enforced."""
+    """Told to the chat template, as `thinking` and `enable_thinking`. The budget ends the reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    budget_tokens: BudgetTokens | None = None
 
 
 class OutputFormat(Strict):
@@ -273,6 +273,8 @@ class MessagesRequest(CountRequest, SamplingFields):
         fields = {name: getattr(self, name) for name in names}
         if self.stop_sequences is not None:
             fields["stop"] = self.stop_sequences
+        if self.thinking is not None and self.thinking_token_budget is None:
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
         return CountRequest.chat(self, offer).model_copy(update=fields)
 
 

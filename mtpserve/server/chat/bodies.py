@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.sampling import MAX_STEPS, SamplingParams, Speculation
+from mtpserve.core.sampling import MAX_COUNT, MAX_STEPS, SamplingParams, Speculation
 from mtpserve.server.chat import forms
-from mtpserve.server.chat.constraints import NATIVE, constraint
+from mtpserve.server.chat.constraints import NATIVE, constraint, thinking_budget
 from mtpserve.server.chat.conversation import Messages
 from mtpserve.server.http.errors import Unsupported
 from mtpserve.server.schema.base import (
@@ -42,6 +42,9 @@ NOT_BOTH_ENDS: Schema = {
         for name in ("continue_final_message", "add_generation_prompt")
     ]
 }
+
+
+BudgetTokens = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 class StreamOptions(Strict):
@@ -85,6 +88,7 @@ class SamplingFields(Salted):
     allowed_token_ids: Tokens | None = None
     bad_words: Texts | None = None
     min_tokens: int | None = None
+    thinking_token_budget: int | None = None
     custom_params: dict[str, Any] | None = None
     priority: int | None = None
     prediction: dict[str, Any] | None = None
@@ -181,6 +185,11 @@ class GenerationRequest(SamplingFields, TransferFields):
         """The number of alternatives; None: no log-probabilities."""
         return None
 
+    @property
+    def thinking_budgets(self) -> tuple[int | None, ...]:
+        """The fields that limit the reasoning; the first that is set counts."""
+        return (self.thinking_token_budget,)
+
     def speculation(self) -> Speculation:
         options = self.speculative or SpeculativeOptions()
         return Speculation(
@@ -214,6 +223,7 @@ class GenerationRequest(SamplingFields, TransferFields):
             grammar=constraint(
                 {name: getattr(self, name) for name in (*NATIVE, "response_format", "structured_outputs")}
             ),
+            thinking_token_budget=thinking_budget(*self.thinking_budgets, custom_params=self.custom_params),
             custom_params=custom(self.custom_params or {}),
             speculation=self.speculation(),
             **params,
@@ -316,16 +326,19 @@ class ReasoningOptions(Strict):
     """`reasoning` in SGLang's and OpenRouter's form. It goes before `reasoning_effort`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    shapes: ClassVar[dict[str, Schema]] = {"max_tokens": {"minimum": 0, "maximum": MAX_COUNT}}
 
     effort: Effort | None = None
     enabled: bool | None = None
     exclude: bool | None = None
+    max_tokens: BudgetTokens | None = None
 
 
 class ThinkingSwitch(Strict):
     """`thinking` in DeepSeek's and GLM's form; `reasoning` and `reasoning_effort` go before it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: BudgetTokens | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -380,6 +393,12 @@ class ChatRequest(GenerationRequest):
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         if (self.top_logprobs or 0) < 0:
             raise InvalidRequest(f"top_logprobs must be at least 0, got {self.top_logprobs}", "top_logprobs")
+
+    @property
+    def thinking_budgets(self) -> tuple[int | None, ...]:
+        thinking = None if self.thinking is None else self.thinking.budget_tokens
+        reasoning = None if self.reasoning is None else self.reasoning.max_tokens
+        return self.thinking_token_budget, thinking, reasoning
 
     @property
     def effort(self) -> Effort | None:

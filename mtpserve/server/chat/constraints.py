@@ -1,5 +1,5 @@
-"""What a body says about the form of the output, in OpenAI's, SGLang's and vLLM's spellings, as one
-GrammarSpec.
+"""What a body says about the form of the output and the length of its reasoning, in OpenAI's, SGLang's and
+vLLM's spellings, as one GrammarSpec.
 
 The engine says whether a schema or a grammar can be compiled; this module checks what is given, and
 how often.
@@ -8,11 +8,15 @@ how often.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.sampling import GrammarKind, GrammarSpec
+from mtpserve.core.sampling import GrammarKind, GrammarSpec, SamplingParams, ThinkingBudget
+from mtpserve.text.parsers.reasoning import Opening, Thinking
 from mtpserve.text.requests import check_text
+from mtpserve.text.tokenizer import Tokenizer
 
 # Fields that each hold a constraint by themselves.
 NATIVE: dict[str, GrammarKind] = {
@@ -32,6 +36,7 @@ STRUCTURED: dict[str, GrammarKind] = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
+SGLANG_BUDGET = "thinking_budget"  # among `custom_params`
 EXPECTED: dict[GrammarKind, tuple[tuple[type, ...], str]] = {
     "json_object": ((bool,), "true or false"),
     "json_schema": ((str, dict), "a schema, as an object or as a string"),
@@ -130,3 +135,36 @@ def only(value: Any, fields: set[str], place: str) -> None:
     """A schema beside json_object, as some servers take it, must not be lost in silence."""
     for name in sorted(value.keys() - fields):
         raise InvalidRequest(f"{place}.{name[:50]}: unknown field", "response_format")
+
+
+def thinking_budget(*values: int | None, custom_params: Mapping[str, object] | None = None) -> int | None:
+    """The first of `values` that is set, or the one of SGLang's `custom_params`."""
+    custom = (custom_params or {}).get(SGLANG_BUDGET)
+    if custom is not None and (isinstance(custom, bool) or not isinstance(custom, int) or custom < 0):
+        raise InvalidRequest(
+            f"custom_params.{SGLANG_BUDGET} must be an integer of at least 0, got {str(custom)[:50]!r}",
+            "custom_params",
+        )
+    return next((value for value in (*values, custom) if value is not None), None)
+
+
+def apply_thinking_budget(
+    sampling: SamplingParams, thinking: Thinking | None, opening: Opening, tokenizer: Tokenizer
+) -> SamplingParams:
+    """`sampling` with its budget as a part of the grammar. A model without a reasoning format has nothing to
+    limit."""
+    num_tokens = sampling.thinking_token_budget
+    if num_tokens is None:
+        return sampling
+    sampling = replace(sampling, thinking_token_budget=None)
+    unlimited = sampling.max_tokens is not None and num_tokens >= sampling.max_tokens
+    if thinking is None or opening is Opening.NONE or unlimited:
+        return sampling
+    closing_ids: list[int] = []
+    for text in thinking.closing:
+        marker = tokenizer.marker_id(text)
+        closing_ids += tokenizer.encode(text, special=False) if marker is None else [marker]
+    budget = ThinkingBudget(
+        num_tokens, thinking.start, thinking.end, tuple(closing_ids), opening is Opening.INSIDE
+    )
+    return replace(sampling, grammar=replace(sampling.grammar or GrammarSpec("any_text"), thinking=budget))

@@ -19,6 +19,7 @@ from mtpserve.core.kv_transfer import PageOffer
 from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.bodies import ChatRequest
+from mtpserve.server.chat.constraints import apply_thinking_budget
 from mtpserve.server.chat.dialogue import render_prompt, tool_use_of
 from mtpserve.server.chat.service import Service
 from mtpserve.server.chat.steps.step_output import StepOutput
@@ -26,7 +27,8 @@ from mtpserve.server.chat.tools import OutputPlan, apply_output_plan, output_pla
 from mtpserve.server.http.errors import renamed
 from mtpserve.server.schema.fields import refuse_constant
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning
-from mtpserve.text.parsers.reasoning import ReasoningCount
+from mtpserve.text.parsers.reasoning import MAX_TAIL, Opening, ReasoningCount
+from mtpserve.text.parsers.registry import REASONINGS
 from mtpserve.text.requests import Spelling, request_of
 from mtpserve.text.tokenizer import Tokenizer
 
@@ -220,6 +222,12 @@ def requests_of(
 ) -> list[Request]:  # fmt: skip
     """Returns a request for each choice of a prompt. Their ids are the client's, a dash, and the numbers from
     `first` on."""
+    if sampling.thinking_token_budget is not None:  # the prompt was not rendered from a conversation
+        name = service.formats.reasoning
+        thinking = None if name is None else REASONINGS.get(name)
+        tail = service.tokenizer.decode(prompt[-MAX_TAIL:], skip_special_tokens=False)
+        opening = Opening.NONE if thinking is None else thinking.opening(tail)
+        sampling = apply_thinking_budget(sampling, thinking, opening, service.tokenizer)
     requests = [
         request_of(spelling, f"{id}-{first + choice}", prompt, service.for_choice(sampling, choice), salt)
         for choice in range(count)

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest
 from mtpserve.core.sampling import MAX_GRAMMAR_BYTES, GrammarSpec, SamplingParams
+from mtpserve.server.chat.constraints import apply_thinking_budget
 from mtpserve.server.chat.formats import Formats
 from mtpserve.server.chat.schemas import check_enforceable, check_parameters
 from mtpserve.server.http.errors import SHORT
@@ -231,6 +232,7 @@ def apply_output_plan(plan: OutputPlan, sampling: SamplingParams, tokenizer: Tok
             sampling,
             grammar=replace(sampling.grammar, front=plan.thinking.front(plan.opening, spell), lead=lead),
         )
+    sampling = apply_thinking_budget(sampling, plan.thinking, plan.opening, tokenizer)
     tokens = [
         *((*plan.calls.markers, *plan.calls.tokens) if plan.calls else ()),
         *(plan.thinking.tokens if plan.thinking else ()),

@@ -62,7 +62,10 @@ TEXTS: dict[str, str] = {
     "logit_bias": "Token ids and what is added to their logits.",
     "allowed_token_ids": "Only these tokens; empty: all.",
     "bad_words": "Texts that the answer must not contain.",
-    "custom_params": "For the logits processors that the server was started with.",
+    "thinking_token_budget": "The most tokens of reasoning; then the model has to answer.",
+    "budget_tokens": "The most tokens of reasoning; then the model has to answer.",
+    "custom_params": "For the logits processors that the server was started with. `thinking_budget` is the "
+    "same as `thinking_token_budget`.",
     # speculation and scheduling
     "speculative": "Ours. Whether and how deep to draft for this request; the distribution of its text "
     "does not depend on it.",

@@ -79,7 +79,7 @@ TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("ctrm..", (None, []), "documents functions logits_processors logprob_token_ids"),
     ("ctrm..", (None, {}), "media_io_kwargs mm_processor_kwargs vllm_xargs"),
     ("ctrm..", (None,), "audio chat_template guided_whitespace_pattern"),
-    ("ctrm..", (None,), "prompt_embeds repetition_detection thinking_token_budget web_search_options"),
+    ("ctrm..", (None,), "prompt_embeds repetition_detection web_search_options"),
     ("ctr...", (None, "auto", "default"), "service_tier"),
     ("ct.m..", (None, False), "store"),
     (

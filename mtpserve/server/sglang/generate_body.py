@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValida
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.server.chat.constraints import constraint
+from mtpserve.server.chat.constraints import constraint, thinking_budget
 from mtpserve.server.chat.forms import GRAMMAR
 from mtpserve.server.schema.base import (
     MAX_CHOICES,
@@ -98,6 +98,7 @@ class NativeSampling(Strict):
             skip_special_tokens=self.skip_special_tokens is not False,
             grammar=constraint(form),
             logit_bias=biases(self.logit_bias or {}),
+            thinking_token_budget=thinking_budget(custom_params=self.custom_params),
             custom_params=custom(self.custom_params or {}),
             **options,
         )

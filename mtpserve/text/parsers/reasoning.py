@@ -44,6 +44,11 @@ class Thinking:
         """Texts that are tokens of their own in many vocabularies, without which an output cannot be read."""
         return self.start, self.end, *(self.answer or ())
 
+    @property
+    def closing(self) -> tuple[str, ...]:
+        """What ends the reasoning where a budget does; markers apart from other text."""
+        return (self.end,)
+
     def opening(self, prompt: str) -> Opening:
         """Reads the end of the rendered prompt: templates open the reasoning, or switch it off by closing it
         at once."""

@@ -104,6 +104,10 @@ class Channels(Thinking):
     def tokens(self) -> tuple[str, ...]:
         return START, CHANNEL, CONSTRAIN, MESSAGE, END
 
+    @property
+    def closing(self) -> tuple[str, ...]:
+        return END, START, "assistant", CHANNEL, "final", MESSAGE
+
     def opening(self, prompt: str) -> Opening:
         tail = prompt[-MAX_TAIL:]
         return (
