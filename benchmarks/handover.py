@@ -39,7 +39,7 @@ def keys(count: int) -> list[bytes]:
 
 def agent(blocks: SharedBlocks) -> Nixl | None:
     try:
-        return Nixl([blocks.whole])
+        return Nixl([blocks.tensor])
     except ConfigError:
         return None
 

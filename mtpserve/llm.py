@@ -123,8 +123,8 @@ class OfflineRequest:
 
 
 def joined(parts: Iterable[list[TokenLogprob] | None]) -> list[TokenLogprob] | None:
-    logprobs = [part for part in parts if part is not None]
-    return [score for part in logprobs for score in part] if logprobs else None
+    logprobs = [scores for scores in parts if scores is not None]
+    return [score for scores in logprobs for score in scores] if logprobs else None
 
 
 def refused(event: TokenEvent) -> list[int]:

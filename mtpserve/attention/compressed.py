@@ -34,20 +34,20 @@ from mtpserve.core.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class PlannedCompressed:
-    """Called for all rows, or through `part` for some that follow one another."""
+    """Called for all rows, or through `slice_rows` for some that follow one another."""
 
     pool: KVPool
     entries: KVPool
     slots: Tensor  # [T], where the rows are stored
     window: list[Tensor]  # by row: the slots of its window, in the order of positions
-    seen: list[Tensor]  # by row: the entries that it may see
+    visible_entries: list[Tensor]  # by row: the entries that it may see
     completed: Completed
     by: list[int]  # the rows that complete them
     best: int | None  # how many entries are selected; None: all
     scale: float
     choice: ChosenRows
 
-    def part(self, start: int, stop: int, rows: int) -> PlannedCompressed:
+    def slice_rows(self, start: int, stop: int, rows: int) -> PlannedCompressed:
         """Padded to `rows` rows with copies of the first, which store the same numbers in the same slot."""
         slots = self.slots[start:stop]
         slots = torch.cat([slots, slots[:1].expand(rows - len(slots))])
@@ -56,22 +56,31 @@ class PlannedCompressed:
             Completed(*(tensor[indices] for tensor in self.completed)),
             [self.by[i] - start for i in indices],
         )
-        window, seen = self.window[start:stop], self.seen[start:stop]
+        window, visible_entries = self.window[start:stop], self.visible_entries[start:stop]
         return PlannedCompressed(
-            self.pool, self.entries, slots, window, seen, completed, by, self.best, self.scale, self.choice
+            self.pool,
+            self.entries,
+            slots,
+            window,
+            visible_entries,
+            completed,
+            by,
+            self.best,
+            self.scale,
+            self.choice,
         )
 
     def select(self, q: Tensor, weights: Tensor, layer: int) -> None:
         assert self.best is not None
-        self.choice.slots = best_of(self.seen, self.best, self.entries, layer, q, weights)
+        self.choice.slots = best_of(self.visible_entries, self.best, self.entries, layer, q, weights)
 
     def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         """q [T, heads, key_dim]; one latent row is key and value of all heads."""
-        attended, out = self.seen if self.best is None else self.choice.slots, torch.empty_like(q)
+        attended, out = self.visible_entries if self.best is None else self.choice.slots, torch.empty_like(q)
         for rows in self.alike(attended):
             sides = [
-                self.side(pool, layer, [seen[row] for row in rows])
-                for pool, seen in ((self.pool, self.window), (self.entries, attended))
+                self.side(pool, layer, [slots_by_row[row] for row in rows])
+                for pool, slots_by_row in ((self.pool, self.window), (self.entries, attended))
             ]
             keys, beyond = (torch.cat(parts, 1) for parts in zip(*sides, strict=True))
             scores = (
@@ -81,24 +90,24 @@ class PlannedCompressed:
                 scores = torch.cat([scores, sinks.view(1, -1, 1).expand(len(rows), -1, -1)], -1)
             weights = scores.softmax(-1)[..., : keys.shape[1]].to(keys.dtype).contiguous()
             out[rows] = torch.bmm(weights, keys)
-        out[len(self.seen) :] = out[0]
+        out[len(self.visible_entries) :] = out[0]
         return out
 
     def alike(self, attended: list[Tensor]) -> Iterator[list[int]]:
         """Rows with equal padded lengths, as many as see MAX_TOKENS columns, but at least one."""
         by_length: dict[tuple[int, int], list[int]] = {}
-        for row, seen in enumerate(zip(self.window, attended, strict=True)):
-            tokens, entries = (-(-len(slots) // BLOCK) for slots in seen)
+        for row, slot_lists in enumerate(zip(self.window, attended, strict=True)):
+            tokens, entries = (-(-len(slots) // BLOCK) for slots in slot_lists)
             by_length.setdefault((tokens, entries), []).append(row)
         for blocks, members in by_length.items():
             chunk_size = max(1, MAX_TOKENS // (sum(blocks) * BLOCK))
             yield from (members[first : first + chunk_size] for first in range(0, len(members), chunk_size))
 
-    def side(self, pool: KVPool, layer: int, seen: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def side(self, pool: KVPool, layer: int, slots_by_row: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Slots of rows, padded alike → their latent rows [n, length, dim], and which of them do not count
         [n, length]"""
-        slots = torch.stack([padded(row_slots) for row_slots in seen])
-        counts = torch.tensor([[len(row_slots)] for row_slots in seen], device=slots.device)
+        slots = torch.stack([padded(row_slots) for row_slots in slots_by_row])
+        counts = torch.tensor([[len(row_slots)] for row_slots in slots_by_row], device=slots.device)
         return pool.gathered(layer, slots)[0].squeeze(2), torch.arange(
             slots.shape[1], device=slots.device
         ) >= counts
@@ -142,13 +151,13 @@ def entries_of_rows(
     for r, req_idx in enumerate(batch.req_indices.tolist()):
         # the last ones of entries
         tokens = torch.arange(lengths[r] // every, device=batch.token_indices.device) * every + every - 1
-        whole = (
+        request_entries = (
             batch.req_tensors.block_tables[0][req_idx, tokens // page_size] * page_size + tokens % page_size
         ) // every
         root = ends[r] if batch.tree_start is None else int(batch.tree_start[r]) - index[ends[r]] + ends[r]
         for row in range(ends[r], ends[r + 1]):
             if bits is None or bits[row] == -1:
-                entries.append(whole[: (index[row] + 1) // every])
+                entries.append(request_entries[: (index[row] + 1) // every])
                 # Rows beyond what counts complete nothing.
                 if (index[row] + 1) % every == 0 and index[row] < lengths[r]:
                     places[row] = slots[row] // every
@@ -166,8 +175,8 @@ def entries_of_rows(
             entries.append(
                 torch.cat(
                     [
-                        whole[: (index[root] + 1) // every],
-                        torch.tensor(node_entries, dtype=torch.int64, device=whole.device),
+                        request_entries[: (index[root] + 1) // every],
+                        torch.tensor(node_entries, dtype=torch.int64, device=request_entries.device),
                     ]
                 )
             )

@@ -36,46 +36,46 @@ P = TypeVar("P", bound=BatchAttention, covariant=True)
 class LayerContext(Generic[P]):
     """core.protocols.attention.Context."""
 
-    planned: P
+    batch_attention: P
     layer: int  # its index in the pool
 
     @property
     def slots(self) -> Tensor:
-        return self.planned.slots
+        return self.batch_attention.slots
 
     @property
     def keys(self) -> Tensor:
-        return self.planned.pool.keys(self.layer)
+        return self.batch_attention.pool.keys(self.layer)
 
     @property
     def values(self) -> Tensor:
-        return self.planned.pool.values(self.layer)
+        return self.batch_attention.pool.values(self.layer)
 
     def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return self.planned.attend(q, self.layer, sinks)
+        return self.batch_attention.attend(q, self.layer, sinks)
 
     @property
     def index_keys(self) -> IndexKeys:
-        return self.planned.pool.index_keys(self.layer)
+        return self.batch_attention.pool.index_keys(self.layer)
 
     def select(self, q: Tensor, weights: Tensor) -> None:
-        cast(BatchSelection, self.planned).select(q, weights, self.layer)
+        cast(BatchSelection, self.batch_attention).select(q, weights, self.layer)
 
     @property
     def inputs(self) -> Tensor:
-        return self.planned.pool.inputs_of(self.layer)
+        return self.batch_attention.pool.inputs_of(self.layer)
 
     @property
     def completed(self) -> Completed:
-        return cast(BatchCompression, self.planned).completed
+        return cast(BatchCompression, self.batch_attention).completed
 
     @property
     def entries(self) -> Tensor:
-        return cast(BatchCompression, self.planned).entries.keys(self.layer)
+        return cast(BatchCompression, self.batch_attention).entries.keys(self.layer)
 
     @property
     def entry_index_keys(self) -> IndexKeys:
-        return cast(BatchCompression, self.planned).entries.index_keys(self.layer)
+        return cast(BatchCompression, self.batch_attention).entries.index_keys(self.layer)
 
 
 def slots_of(batch: Batch, group: int) -> Tensor:
@@ -95,8 +95,8 @@ def slots_of(batch: Batch, group: int) -> Tensor:
 class Contexts(Sequence[LayerContext[P]]):
     """One for each layer of `stores`; `planned`: one for each store."""
 
-    def __init__(self, stores: Stores, planned: Sequence[P]) -> None:
-        self.stores, self.planned = stores, planned
+    def __init__(self, stores: Stores, batch_attentions: Sequence[P]) -> None:
+        self.stores, self.batch_attentions = stores, batch_attentions
 
     def __len__(self) -> int:
         return len(self.stores.places)
@@ -104,7 +104,9 @@ class Contexts(Sequence[LayerContext[P]]):
     def __getitem__(self, index: Any) -> Any:
         """A layer's, or those of some layers."""
         if isinstance(index, slice):
-            used = sorted({place.store for place in self.stores.places[index]})
-            return Contexts(self.stores.part(index), [self.planned[store] for store in used])
-        place = self.stores.places[index]
-        return LayerContext(self.planned[place.store], place.layer)
+            store_indices = sorted({location.store for location in self.stores.places[index]})
+            return Contexts(
+                self.stores.select_layers(index), [self.batch_attentions[store] for store in store_indices]
+            )
+        location = self.stores.places[index]
+        return LayerContext(self.batch_attentions[location.store], location.layer)

@@ -55,21 +55,21 @@ class CPUAttention:
             batch.tree_start,
             batch.shift,
         )
-        planned, choice = list[CPUSpans | PlannedSelected | PlannedCompressed](), ChosenRows()
+        plans, choice = list[CPUSpans | PlannedSelected | PlannedCompressed](), ChosenRows()
         for store, layout in zip(self.stores.stores, self.layouts, strict=True):
             if store.kind.compressed is not None:
-                planned.append(plan_compressed(batch, store, self.stores.page_size, self.scale))
+                plans.append(plan_compressed(batch, store, self.stores.page_size, self.scale))
             elif store.kind.selected is not None:
-                planned.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))
+                plans.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))
             else:
-                planned.append(
+                plans.append(
                     CPUSpans(
                         store.pool,
                         slots[store.group],
                         plan(layout, batch.req_tensors.block_tables[store.group], *rows),
                     )
                 )
-        return Contexts(self.stores, planned)
+        return Contexts(self.stores, plans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,26 +40,26 @@ class ExactAttention:
         return isinstance(kind, Attention)
 
     def plan(self, batch: Batch) -> Contexts[PlannedExact | PlannedSelected | PlannedCompressed]:
-        planned, choice = list[PlannedExact | PlannedSelected | PlannedCompressed](), ChosenRows()
+        plans, choice = list[PlannedExact | PlannedSelected | PlannedCompressed](), ChosenRows()
         for store in self.stores.stores:
             kind, pool, group = store.kind, store.pool, store.group
             if kind.compressed is not None:
-                planned.append(plan_compressed(batch, store, self.stores.page_size, self.scale))
+                plans.append(plan_compressed(batch, store, self.stores.page_size, self.scale))
                 continue
             if kind.selected is not None:
-                planned.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))
+                plans.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))
                 continue
             rows = seen_by_rows(batch, self.stores.page_size, group)
             if kind.window is not None:
                 # The last `window` places of a path are the window: positions go up by one along it.
                 rows = [slots[-kind.window :] for slots in rows]
             lengths = [len(slots) for slots in rows]
-            planned.append(
+            plans.append(
                 PlannedExact(
                     pool, slots_of(batch, group), [padded(slots) for slots in rows], lengths, self.scale
                 )
             )
-        return Contexts(self.stores, planned)
+        return Contexts(self.stores, plans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +68,27 @@ class PlannedExact:
 
     pool: KVPool
     slots: Tensor  # [T], where the rows are stored
-    seen: list[Tensor]  # per row the slots that it sees, padded
+    visible_slots: list[Tensor]  # per row the slots that it sees, padded
     lengths: list[int]  # how many of them count
     scale: float
 
-    def part(self, start: int, stop: int, rows: int) -> PlannedExact:
+    def slice_rows(self, start: int, stop: int, rows: int) -> PlannedExact:
         """Padded to `rows` rows with copies of the first, which store the same numbers in the same slot."""
         slots = self.slots[start:stop]
         slots = torch.cat([slots, slots[:1].expand(rows - len(slots))])
-        return PlannedExact(self.pool, slots, self.seen[start:stop], self.lengths[start:stop], self.scale)
+        return PlannedExact(
+            self.pool, slots, self.visible_slots[start:stop], self.lengths[start:stop], self.scale
+        )
 
     def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         heads, value_dim = self.pool.layout.heads, self.pool.layout.value_dim
         out = q.new_empty(q.shape[0], q.shape[1], value_dim)
         by_length: dict[int, list[int]] = {}
-        for row, slots in enumerate(self.seen):
+        for row, slots in enumerate(self.visible_slots):
             by_length.setdefault(len(slots), []).append(row)
         for n, members in by_length.items():
-            slots = torch.stack([self.seen[row] for row in members])
-            keys, values = (part.transpose(1, 2).flatten(0, 1) for part in self.pool.gathered(layer, slots))
+            slots = torch.stack([self.visible_slots[row] for row in members])
+            keys, values = (kv.transpose(1, 2).flatten(0, 1) for kv in self.pool.gathered(layer, slots))
             counts = torch.tensor([self.lengths[row] for row in members], device=q.device).repeat_interleave(
                 heads
             )
@@ -102,15 +104,15 @@ class PlannedExact:
                 grouped, keys, values, mask.expand(-1, grouped.shape[1], -1), self.scale, beside
             )
             out[members] = attended.unflatten(0, (len(members), heads)).flatten(1, 2)
-        out[len(self.seen) :] = out[0]
+        out[len(self.visible_slots) :] = out[0]
         return out
 
 
-def part_of(planned: Sequence[Context], start: int, stop: int, rows: int) -> list[Context]:
+def part_of(contexts: Sequence[Context], start: int, stop: int, rows: int) -> list[Context]:
     """The contexts of rows start … stop-1 alone, padded to `rows` rows. `planned` are ExactAttention's."""
     cut: dict[int, PlannedExact | PlannedSelected | PlannedCompressed] = {}
     parts = list[Context]()
-    for context in planned:
+    for context in contexts:
         if isinstance(context, StateContext | NoContext):
             parts.append(
                 cast(
@@ -119,8 +121,10 @@ def part_of(planned: Sequence[Context], start: int, stop: int, rows: int) -> lis
                 )
             )
             continue
-        whole = cast("LayerContext[PlannedExact | PlannedSelected | PlannedCompressed]", context)
-        if id(whole.planned) not in cut:
-            cut[id(whole.planned)] = whole.planned.part(start, stop, rows)
-        parts.append(LayerContext(cut[id(whole.planned)], whole.layer))
+        layer_context = cast("LayerContext[PlannedExact | PlannedSelected | PlannedCompressed]", context)
+        if id(layer_context.batch_attention) not in cut:
+            cut[id(layer_context.batch_attention)] = layer_context.batch_attention.slice_rows(
+                start, stop, rows
+            )
+        parts.append(LayerContext(cut[id(layer_context.batch_attention)], layer_context.layer))
     return parts

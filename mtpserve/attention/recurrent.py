@@ -46,11 +46,11 @@ class RowByRow:
     for each row, so that its numbers are the same whatever shares the pass: slow, for the exact mode. Parts
     come in the order of their rows."""
 
-    def __init__(self, whole: StateContext, start: int, stop: int, rows: int) -> None:
-        self.whole, self.start, self.stop, self.rows = whole, start, stop, rows
+    def __init__(self, context: StateContext, start: int, stop: int, rows: int) -> None:
+        self.context, self.start, self.stop, self.rows = context, start, stop, rows
 
     def recur(self, inputs: Tensor, gates: Tensor, conv: Tensor, skip: Tensor | None = None) -> Tensor:
-        ends, out = self.whole.spans.query_start_loc.tolist(), list[Tensor]()
+        ends, out = self.context.spans.query_start_loc.tolist(), list[Tensor]()
         for t, row in enumerate(range(self.start, self.stop)):
             span = bisect(ends, row) - 1
             out.append(self.row(span, row - ends[span], inputs[t : t + 1], gates[t : t + 1], conv, skip))
@@ -60,7 +60,7 @@ class RowByRow:
         self, span: int, number: int, x: Tensor, gates: Tensor, conv: Tensor, skip: Tensor | None
     ) -> Tensor:
         """Computes one row, with so many of its span before it."""
-        spans, layer, span_slice = self.whole.spans, self.whole.layer, slice(span, span + 1)
+        spans, layer, span_slice = self.context.spans, self.context.layer, slice(span, span + 1)
         node = number - int(spans.length[span]) + 1
         one = spans._replace(
             seats=spans.seats[span_slice], query_start_loc=ONE_ROW, length=ONE_ROW[1:], parents=None, widest=0
@@ -78,7 +78,7 @@ class RowByRow:
                 after = int(spans.keep_after[span]) - (0 if first else int(spans.replay[span]) + number)
                 if 0 < after <= int(one.replay) + 1:
                     one = one._replace(keep_after=torch.tensor([after]), keep_in=spans.keep_in[span_slice])
-            return self.whole.kernel(x, gates, conv, layer, one, self.whole.rule, skip)
+            return self.context.kernel(x, gates, conv, layer, one, self.context.rule, skip)
         # Its ancestors' inputs wait in the ring: a copy of the state goes along its path.
         path, above = list[int](), node
         while (above := above - 1 if spans.parents is None else int(spans.parents[span, above - 1])) > 0:
@@ -92,7 +92,7 @@ class RowByRow:
         )
         none = torch.zeros_like(spans.seats[span_slice])
         along = one._replace(seats=none, replay=none + len(path), fresh=none, keep_after=None, keep_in=None)
-        out = self.whole.kernel(x, gates, conv, copy, along, self.whole.rule, skip)
+        out = self.context.kernel(x, gates, conv, copy, along, self.context.rule, skip)
         layer.ring[req_idx, node - 1], layer.ring_gates[req_idx, node - 1] = x[0], gates[0]
         return out
 

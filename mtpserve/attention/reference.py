@@ -84,17 +84,17 @@ class ReferenceAttention:
                 for r in range(len(lengths))
             ]
 
-        planned, choice = list[PlannedAttention | PlannedSelected | PlannedCompressed](), ChosenRows()
+        plans, choice = list[PlannedAttention | PlannedSelected | PlannedCompressed](), ChosenRows()
         for store in self.stores.stores:
             if store.kind.compressed is not None:
-                planned.append(plan_compressed(batch, store, self.stores.page_size, self.scale))
+                plans.append(plan_compressed(batch, store, self.stores.page_size, self.scale))
             elif store.kind.selected is not None:
-                planned.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))
+                plans.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))
             else:
-                planned.append(self.planned(batch, store, spans(store.kind.window)))
-        return Contexts(self.stores, planned)
+                plans.append(self.plan_store(batch, store, spans(store.kind.window)))
+        return Contexts(self.stores, plans)
 
-    def planned(self, batch: Batch, store: Store, spans: list[SpanColumns]) -> PlannedAttention:
+    def plan_store(self, batch: Batch, store: Store, spans: list[SpanColumns]) -> PlannedAttention:
         by_width: dict[int, list[SpanColumns]] = {}
         for span in spans:
             by_width.setdefault(span.width, []).append(span)
@@ -126,8 +126,10 @@ class ReferenceAttention:
             first_rows = torch.tensor([span.first_row for span in spans], device=device)
             rows = (first_rows.unsqueeze(1) + torch.arange(width, device=device)).flatten()
             ends = torch.tensor([span.end for span in spans], device=device).unsqueeze(1)
-            place = torch.where(columns < ends, columns, low) + batch.shift
-            slots = (tables.gather(1, place // page_size) * page_size + place % page_size).flatten()
+            token_indices = torch.where(columns < ends, columns, low) + batch.shift
+            slots = (
+                tables.gather(1, token_indices // page_size) * page_size + token_indices % page_size
+            ).flatten()
         all_see_all = width == 1 and min(span.columns for span in spans) == n and batch.tree_bits is None
         return Piece(
             rows, len(spans), slots, None if all_see_all else self.mask(batch, store, rows, spans, columns)
@@ -143,17 +145,17 @@ class ReferenceAttention:
         """
         width, numbers, kv_heads = spans[0].width, [span.number for span in spans], store.kind.kv.heads
         columns = columns.repeat_interleave(width, 0)  # [spans * width, n]
-        seen = columns <= batch.token_indices[rows].unsqueeze(1)
+        visible = columns <= batch.token_indices[rows].unsqueeze(1)
         if batch.tree_bits is not None:
             assert batch.tree_start is not None
             start = batch.tree_start[numbers].repeat_interleave(width)
             bit = columns - start.unsqueeze(1)
-            seen &= (bit < 0) | (batch.tree_bits[rows].unsqueeze(1) >> bit.clamp(0, 63) & 1).bool()
+            visible &= (bit < 0) | (batch.tree_bits[rows].unsqueeze(1) >> bit.clamp(0, 63) & 1).bool()
         if store.kind.window is not None:
             last = (batch.seq_lens[numbers] - 1).repeat_interleave(width)
-            seen &= columns > (torch.minimum(batch.positions[rows], last) - store.kind.window).unsqueeze(1)
-        mask: Tensor = torch.zeros(seen.shape, dtype=store.pool.dtype, device=seen.device).masked_fill_(
-            ~seen, -torch.inf
+            visible &= columns > (torch.minimum(batch.positions[rows], last) - store.kind.window).unsqueeze(1)
+        mask: Tensor = torch.zeros(visible.shape, dtype=store.pool.dtype, device=visible.device).masked_fill_(
+            ~visible, -torch.inf
         )
         mask = mask.unflatten(0, (len(spans), width)).repeat_interleave(
             (store.kind.heads or self.heads) // kv_heads, 1
@@ -197,8 +199,8 @@ class PlannedAttention:
         q = q.view(spans, -1, kv_heads, group, q.shape[-1]).transpose(1, 2)
         width = q.shape[2]
         k, v = (
-            seen.unflatten(0, (spans, -1)).transpose(1, 2).flatten(0, 1)  # [spans * kv_heads, n, dim]
-            for seen in self.pool.gathered(layer, piece.slots)
+            kv.unflatten(0, (spans, -1)).transpose(1, 2).flatten(0, 1)  # [spans * kv_heads, n, dim]
+            for kv in self.pool.gathered(layer, piece.slots)
         )
         if sinks is not None:
             sinks = (
@@ -224,7 +226,7 @@ def attend(
         parts = -(-q.shape[1] // block)
         masks, beside = ([None] * parts if x is None else list(x.split(block, 1)) for x in (mask, sinks))
         blocks = zip(q.split(block, 1), masks, beside, strict=True)
-        return torch.cat([attend(part, k, v, m, scale, s) for part, m, s in blocks], 1)
+        return torch.cat([attend(chunk, k, v, m, scale, s) for chunk, m, s in blocks], 1)
     if mask is None:
         scores = torch.bmm(q * scale, k.mT)
     else:

@@ -23,7 +23,7 @@ def seen_by_rows(batch: Batch, page_size: int, group: int) -> list[Tensor]:
     index = batch.token_indices.tolist()
     bits = None if batch.tree_bits is None else batch.tree_bits.tolist()
     starts = None if batch.tree_start is None else batch.tree_start.tolist()
-    seen: list[Tensor] = []
+    visible_slots: list[Tensor] = []
     for r, req_idx in enumerate(seats):
         pages = batch.req_tensors.block_tables[group][req_idx, : -(-(lengths[r] + batch.shift) // page_size)]
         slots = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=pages.device)).flatten()[
@@ -31,14 +31,14 @@ def seen_by_rows(batch: Batch, page_size: int, group: int) -> list[Tensor]:
         ]
         for row in range(ends[r], ends[r + 1]):
             if bits is None or starts is None or bits[row] == -1:
-                seen.append(slots[: max(index[row], 0) + 1])
+                visible_slots.append(slots[: max(index[row], 0) + 1])
             else:
                 nodes = [node for node in range(64) if bits[row] >> node & 1]
                 on_path = torch.tensor(nodes, device=slots.device) + starts[r]
-                seen.append(
+                visible_slots.append(
                     torch.cat([slots[: starts[r]], slots[on_path]]) if starts[r] or nodes else slots[:1]
                 )
-    return seen
+    return visible_slots
 
 
 def padded(slots: Tensor) -> Tensor:
@@ -49,16 +49,16 @@ def padded(slots: Tensor) -> Tensor:
 
 
 def alike(
-    seen: Sequence[Tensor], rows: Sequence[int], max_tokens: int
+    visible_slots: Sequence[Tensor], rows: Sequence[int], max_tokens: int
 ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
     """Some of the rows, those with equal padded lengths together, as many as see `max_tokens`, but at least
     one → their numbers, padded slots [n, length], and how many of these count [n, 1]."""
     by_length: dict[int, list[int]] = {}
     for row in rows:
-        by_length.setdefault(-(-len(seen[row]) // BLOCK), []).append(row)
+        by_length.setdefault(-(-len(visible_slots[row]) // BLOCK), []).append(row)
     for blocks, members in by_length.items():
         chunk_size = max(1, max_tokens // (blocks * BLOCK))
         for first in range(0, len(members), chunk_size):
             some = members[first : first + chunk_size]
-            counts = torch.tensor([[len(seen[row])] for row in some], device=seen[0].device)
-            yield some, torch.stack([padded(seen[row]) for row in some]), counts
+            counts = torch.tensor([[len(visible_slots[row])] for row in some], device=visible_slots[0].device)
+            yield some, torch.stack([padded(visible_slots[row]) for row in some]), counts

@@ -39,44 +39,46 @@ class PlannedSelected:
 
     pool: KVPool
     slots: Tensor  # [T], where the rows are stored
-    seen: list[Tensor]  # by row: the slots that it may see
+    visible_slots: list[Tensor]  # by row: the slots that it may see
     best: int
     scale: float
     choice: ChosenRows
 
-    def part(self, start: int, stop: int, rows: int) -> PlannedSelected:
+    def slice_rows(self, start: int, stop: int, rows: int) -> PlannedSelected:
         """Padded to `rows` rows with copies of the first, which store the same numbers in the same slot."""
         slots = self.slots[start:stop]
         slots = torch.cat([slots, slots[:1].expand(rows - len(slots))])
-        return PlannedSelected(self.pool, slots, self.seen[start:stop], self.best, self.scale, self.choice)
+        return PlannedSelected(
+            self.pool, slots, self.visible_slots[start:stop], self.best, self.scale, self.choice
+        )
 
     def select(self, q: Tensor, weights: Tensor, layer: int) -> None:
-        self.choice.slots = best_of(self.seen, self.best, self.pool, layer, q, weights)
+        self.choice.slots = best_of(self.visible_slots, self.best, self.pool, layer, q, weights)
 
     def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         assert sinks is None, "no published model has sinks where tokens are selected"
         heads, value_dim = self.pool.layout.heads, self.pool.layout.value_dim
         out = q.new_empty(q.shape[0], q.shape[1], value_dim)
-        for rows, slots, counts in alike(self.choice.slots, range(len(self.seen)), MAX_TOKENS):
+        for rows, slots, counts in alike(self.choice.slots, range(len(self.visible_slots)), MAX_TOKENS):
             # [n * heads, length, dim]
-            keys, values = (part.transpose(1, 2).flatten(0, 1) for part in self.pool.gathered(layer, slots))
+            keys, values = (kv.transpose(1, 2).flatten(0, 1) for kv in self.pool.gathered(layer, slots))
             scores = torch.bmm(q[rows].unflatten(1, (heads, -1)).flatten(0, 1) * self.scale, keys.mT)
             beyond = torch.arange(slots.shape[1], device=slots.device) >= counts.repeat_interleave(heads, 0)
             scores.masked_fill_(beyond.unsqueeze(1), -torch.inf)
             attended = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(values.dtype), values)
             out[rows] = attended.unflatten(0, (len(rows), heads)).flatten(1, 2)
-        out[len(self.seen) :] = out[0]
+        out[len(self.visible_slots) :] = out[0]
         return out
 
 
 def best_of(
-    seen: list[Tensor], best: int, pool: KVPool, layer: int, q: Tensor, weights: Tensor
+    visible_slots: list[Tensor], best: int, pool: KVPool, layer: int, q: Tensor, weights: Tensor
 ) -> list[Tensor]:
     """seen: of each row slots of the pool; q [T, heads, dim], weights [T, heads] → of each row the `best` of
     them by their index keys, in the same order."""
-    best_slots, keys = list(seen), pool.index_keys(layer)
-    scored = [row for row, slots in enumerate(seen) if len(slots) > best]
-    for rows, slots, counts in alike(seen, scored, MAX_TOKENS):
+    best_slots, keys = list(visible_slots), pool.index_keys(layer)
+    scored = [row for row, slots in enumerate(visible_slots) if len(slots) > best]
+    for rows, slots, counts in alike(visible_slots, scored, MAX_TOKENS):
         there = keys.at(slots)  # [n, length, dim]
         scores = torch.bmm(weights[rows].unsqueeze(1), torch.bmm(q[rows].float(), there.mT).relu_()).squeeze(
             1
@@ -94,5 +96,7 @@ def plan_selected(
     """`choice`: one for all stores of a batch."""
     selected = store.kind.selected
     assert selected is not None
-    seen = seen_by_rows(batch, page_size, store.group)
-    return PlannedSelected(store.pool, slots_of(batch, store.group), seen, selected.best, scale, choice)
+    visible_slots = seen_by_rows(batch, page_size, store.group)
+    return PlannedSelected(
+        store.pool, slots_of(batch, store.group), visible_slots, selected.best, scale, choice
+    )

@@ -34,17 +34,19 @@ class TritonAttention:
     def plan(self, batch: Batch) -> Contexts[PlannedSpans | SelectedSpans]:
         width = typical_width(len(batch.input_ids), len(batch.req_indices), batch.sample_rows.shape[1])
         slots = {group: slots_of(batch, group) for group in self.stores.groups}
-        seen = RowsSeen.of(batch) if any(store.kind.selected for store in self.stores.stores) else None
+        visible_ranges = (
+            RowsSeen.of(batch) if any(store.kind.selected for store in self.stores.stores) else None
+        )
         choice = ChosenSlots()
 
-        def planned(store: Store) -> PlannedSpans | SelectedSpans:
+        def plan_store(store: Store) -> PlannedSpans | SelectedSpans:
             kind, pool, group = store.kind, store.pool, store.group
             where = pool, batch, slots[group], batch.req_tensors.block_tables[group], self.scale
-            if kind.selected is not None and seen is not None:
-                return SelectedSpans(*where, kind.selected.best, seen, choice)
+            if kind.selected is not None and visible_ranges is not None:
+                return SelectedSpans(*where, kind.selected.best, visible_ranges, choice)
             return PlannedSpans(*where, kind.window or 0, width)
 
-        return Contexts(self.stores, [planned(store) for store in self.stores.stores])
+        return Contexts(self.stores, [plan_store(store) for store in self.stores.stores])
 
 
 def typical_width(rows: int, spans: int, sampled: int) -> int:

@@ -49,12 +49,18 @@ class SelectedSpans:
     block_table: Tensor  # [seats, columns]
     scale: float
     best: int
-    seen: RowsSeen
+    visible_ranges: RowsSeen
     choice: ChosenSlots
 
     def select(self, q: Tensor, weights: Tensor, layer: int) -> None:
-        batch, seen, keys = self.batch, self.seen, self.pool.index_keys(layer)
-        where = self.block_table, batch.token_req_indices, seen.ends, batch.tree_bits, seen.starts
+        batch, visible_ranges, keys = self.batch, self.visible_ranges, self.pool.index_keys(layer)
+        where = (
+            self.block_table,
+            batch.token_req_indices,
+            visible_ranges.ends,
+            batch.tree_bits,
+            visible_ranges.starts,
+        )
         self.choice.slots, self.choice.counts = select(
             q.contiguous(),
             weights.contiguous(),

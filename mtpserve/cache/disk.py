@@ -100,18 +100,18 @@ class DiskPages:
         try:
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                whole = os.readv(descriptor, [header, content]) == len(header) + len(content)
+                is_complete = os.readv(descriptor, [header, content]) == len(header) + len(content)
             finally:
                 os.close(descriptor)
-            magic, fingerprint, stored, number, checksum, size = HEADER.unpack(header)
-            meant = (magic, fingerprint, stored, number, size) == (
+            magic, fingerprint, stored_key, number, checksum, size = HEADER.unpack(header)
+            meant = (magic, fingerprint, stored_key, number, size) == (
                 MAGIC,
                 self.fingerprint,
                 key,
                 group,
                 len(content),
             )
-            if whole and meant and zlib.crc32(content) == checksum:
+            if is_complete and meant and zlib.crc32(content) == checksum:
                 with contextlib.suppress(OSError):
                     os.utime(path)  # used just now
                 return True
@@ -166,9 +166,9 @@ class DiskPages:
 def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:
     """Time of the last use, bytes, and path of each file of ours in a model's folder, with those of engines
     that ended as they wrote."""
-    for part in folder.glob("??"):
+    for subfolder in folder.glob("??"):
         with contextlib.suppress(OSError):
-            for entry in os.scandir(part):
+            for entry in os.scandir(subfolder):
                 if entry.name.endswith((SUFFIX, ".tmp")):
                     with contextlib.suppress(OSError):
                         stat = entry.stat()

@@ -80,7 +80,7 @@ class PageGroups:
         return sum(group.allocator.num_pages for group in self.groups[: self.dense])
 
     @property
-    def used(self) -> int:
+    def num_used_pages(self) -> int:
         """Pages that requests hold."""
         return sum(
             group.allocator.num_pages - group.allocator.free_count for group in self.groups[: self.dense]
@@ -117,11 +117,11 @@ class PageGroups:
     def _end(self, window: int | None, start: int, tokens: int, lookahead: int) -> int:
         """The column after those of a request that has `tokens`, and computes them from `start` on in
         chunks."""
-        whole = self.columns(tokens + lookahead)
+        num_columns = self.columns(tokens + lookahead)
         return (
-            whole
+            num_columns
             if window is None
-            else min(whole, self._low(window, start) + self._max_pages(window, lookahead))
+            else min(num_columns, self._low(window, start) + self._max_pages(window, lookahead))
         )
 
     def matched(self, keys: Sequence[Key], start: int = 0, lookup: Lookup | None = None) -> int:
@@ -148,7 +148,7 @@ class PageGroups:
             longest = columns
             for lookup, window in windowed:
                 # Full attention has all columns before these, so a shorter prefix is there, too.
-                columns = self._seen(lookup, window, keys, columns)
+                columns = self._visible(lookup, window, keys, columns)
             # A prefix that one group made shorter must be there in the others.
             if columns == longest or len(windowed) < 2:
                 return columns
@@ -156,11 +156,11 @@ class PageGroups:
     def has_page(self, group: int, key: Key) -> bool:
         return self.groups[group].allocator.find(key) is not None
 
-    def needed(self, columns: int) -> list[range]:
+    def required_columns(self, columns: int) -> list[range]:
         """The columns of each group that a request needs which starts after so many of them."""
         return [range(self._low(window, columns * self.page_size - 1), columns) for window, *_ in self.groups]
 
-    def _seen(self, lookup: Callable[[Key], bool], window: int, keys: Sequence[Key], columns: int) -> int:
+    def _visible(self, lookup: Callable[[Key], bool], window: int, keys: Sequence[Key], columns: int) -> int:
         """The longest prefix of at most so many columns after which the next row sees no page that is
         missing."""
         column, low = columns - 1, self._low(window, columns * self.page_size - 1)
@@ -176,28 +176,30 @@ class PageGroups:
         """What a request gets that computes `tokens` from `start` on, after the pages with the keys `shared`,
         of which it becomes a holder. None: too few are free, or less than `spare` more for each group without
         a window, and nothing was taken."""
-        held = []
+        blocks = []
         for group in self.groups:
             low = self._low(group.window, start)
             pages = [group.allocator.find(key) for key in shared[low:]]
-            held.append(BlockList(low, [page for page in pages if page is not None]))
+            blocks.append(BlockList(low, [page for page in pages if page is not None]))
             assert None not in pages, "`matched` said that they are there"
-        missing = self.missing(held, start, tokens, lookahead)
-        left = (group.allocator.free_without(one.pages) for group, one in zip(self.groups, held, strict=True))
+        missing = self.missing(blocks, start, tokens, lookahead)
+        num_free = (
+            group.allocator.free_without(one.pages) for group, one in zip(self.groups, blocks, strict=True)
+        )
         spare_pages = (spare * (group.window is None) for group in self.groups)
-        if any(count + more > free for count, more, free in zip(missing, spare_pages, left, strict=True)):
+        if any(count + more > free for count, more, free in zip(missing, spare_pages, num_free, strict=True)):
             return None
-        for group, one in zip(self.groups, held, strict=True):
+        for group, one in zip(self.groups, blocks, strict=True):
             group.allocator.share(one.pages)
-        self.extend(held, missing)
-        return held
+        self.extend(blocks, missing)
+        return blocks
 
-    def gather(self, keys: Sequence[Key], needed: Sequence[range]) -> list[BlockList] | None:
-        """Pages for the `needed` columns of each group: those that are there, of which the caller becomes a
+    def gather(self, keys: Sequence[Key], required_columns: Sequence[range]) -> list[BlockList] | None:
+        """Pages for the `required_columns` of each group: those that are there, of which the caller becomes a
         holder, and free ones for the others. None: too few are free, and nothing was taken."""
         cached_pages = [
             [group.allocator.find(keys[c]) for c in columns]
-            for group, columns in zip(self.groups, needed, strict=True)
+            for group, columns in zip(self.groups, required_columns, strict=True)
         ]
         there = [[page for page in pages if page is not None] for pages in cached_pages]
         counts = [len(pages) - len(some) for pages, some in zip(cached_pages, there, strict=True)]
@@ -209,45 +211,45 @@ class PageGroups:
         fresh = [iter(group.allocator.allocate(count)) for group, _, count in groups]
         return [
             BlockList(columns.start, [next(free) if page is None else page for page in pages])
-            for columns, pages, free in zip(needed, cached_pages, fresh, strict=True)
+            for columns, pages, free in zip(required_columns, cached_pages, fresh, strict=True)
         ]
 
-    def label(self, held: Sequence[BlockList], keys: Sequence[Key], first: int, end: int) -> bool:
+    def label(self, blocks: Sequence[BlockList], keys: Sequence[Key], first: int, end: int) -> bool:
         """A request's columns from `first` on, before `end`, are complete. Where a page with the same
         contents is there already it takes the place of the request's own. True: that happened, and
-        `held.planned_end` says from which column on."""
+        `blocks.planned_end` says from which column on."""
         replaced = False
-        for number, one in enumerate(held):
+        for number, one in enumerate(blocks):
             for column in range(max(first, one.first), min(end, one.end)):
                 replaced |= self.label_page(number, one, column, keys[column])
         return replaced
 
-    def label_page(self, group: int, held: BlockList, column: int, key: Key) -> bool:
+    def label_page(self, group: int, blocks: BlockList, column: int, key: Key) -> bool:
         """The same for one page."""
-        allocator, old_page = self.groups[group].allocator, held.pages[column - held.first]
+        allocator, old_page = self.groups[group].allocator, blocks.pages[column - blocks.first]
         page = allocator.label(old_page, key)
         if page == old_page:
             return False
         allocator.share([page])
         allocator.release([old_page])
-        held.pages[column - held.first] = page
-        held.planned_end = min(held.planned_end, column)
+        blocks.pages[column - blocks.first] = page
+        blocks.planned_end = min(blocks.planned_end, column)
         return True
 
-    def unlabel(self, held: Sequence[BlockList]) -> list[list[Key]]:
+    def unlabel(self, blocks: Sequence[BlockList]) -> list[list[Key]]:
         """What these pages hold is not to be relied on. → the keys that are not found any more, of each
         group."""
-        pairs = zip(self.groups, held, strict=False)  # a request without a seat holds none
+        pairs = zip(self.groups, blocks, strict=False)  # a request without a seat holds none
         return [group.allocator.unlabel(one.pages) for group, one in pairs]
 
-    def state_of(self, held: Sequence[BlockList]) -> int:
+    def state_of(self, blocks: Sequence[BlockList]) -> int:
         """The state that a request starts from which holds these pages; -1: its first token."""
-        return held[self.dense].pages[0] if self.has_states and held[self.dense].pages else -1
+        return blocks[self.dense].pages[0] if self.has_states and blocks[self.dense].pages else -1
 
-    def keep_state(self, held: Sequence[BlockList], column: int) -> int | None:
+    def keep_state(self, blocks: Sequence[BlockList], column: int) -> int | None:
         """A page for the state after this column, of which the request becomes the holder. None: there is
         none, or it still waits for an earlier one to be complete."""
-        group, one = self.groups[self.dense], held[self.dense]
+        group, one = self.groups[self.dense], blocks[self.dense]
         if group.allocator.free_count == 0 or any(not group.allocator.has_key(page) for page in one.pages):
             return None
         # The one that it started from may be read by the step that is planned just now.
@@ -290,18 +292,18 @@ class PageGroups:
         for group in self.groups:
             group.allocator.forget()
 
-    def has(self, held: Sequence[BlockList], tokens: int) -> bool:
+    def has(self, blocks: Sequence[BlockList], tokens: int) -> bool:
         """True if a request has the pages of all columns up to `tokens`, except those that it has
         released."""
         # all() of a generator costs twice as much, and every request in every step asks for this
-        for one in held[: self.dense]:  # noqa: SIM110
+        for one in blocks[: self.dense]:  # noqa: SIM110
             if (one.first + len(one.pages)) * self.page_size < tokens:
                 return False
         return True
 
-    def missing(self, held: Sequence[BlockList], start: int, tokens: int, lookahead: int) -> list[int]:
+    def missing(self, blocks: Sequence[BlockList], start: int, tokens: int, lookahead: int) -> list[int]:
         """Pages of each group that a request lacks which computes `tokens` from `start` on."""
-        pairs = zip(self.groups, held, strict=True)
+        pairs = zip(self.groups, blocks, strict=True)
         return [
             0 if group.states else max(self._end(group.window, start, tokens, lookahead) - one.end, 0)
             for group, one in pairs
@@ -317,27 +319,27 @@ class PageGroups:
             count <= group.allocator.free_count for count, group in zip(counts, self.groups, strict=True)
         )
 
-    def extend(self, held: Sequence[BlockList], missing: Iterable[int]) -> None:
-        for group, one, count in zip(self.groups, held, missing, strict=True):
+    def extend(self, blocks: Sequence[BlockList], missing: Iterable[int]) -> None:
+        for group, one, count in zip(self.groups, blocks, missing, strict=True):
             one.pages += group.allocator.allocate(count)
 
-    def advance(self, held: Sequence[BlockList], start: int) -> None:
+    def advance(self, blocks: Sequence[BlockList], start: int) -> None:
         """Releases the pages that only rows before token `start` see: such rows come no more."""
-        for group, one in zip(self.groups, held, strict=True):
+        for group, one in zip(self.groups, blocks, strict=True):
             passed = self._low(group.window, start) - one.first
             if passed > 0:
                 group.allocator.release(one.pages[:passed])
                 one.first, one.pages = one.first + passed, one.pages[passed:]
 
-    def release(self, held: Sequence[BlockList]) -> None:
-        for group, one in zip(self.groups, held, strict=False):  # a request without a seat holds none
+    def release(self, blocks: Sequence[BlockList]) -> None:
+        for group, one in zip(self.groups, blocks, strict=False):  # a request without a seat holds none
             group.allocator.release(one.pages)
 
     def check_integrity(self, holders: Sequence[Sequence[BlockList]], states: Sequence[int] = ()) -> None:
         """`states`: what was taken by `take_state`. Raises PageError, see PageAllocator."""
         for i, group in enumerate(self.groups):
             others = [self._leaving, states] if group.states else []
-            group.allocator.check_integrity([*others, *(held[i].pages for held in holders if held)])
+            group.allocator.check_integrity([*others, *(blocks[i].pages for blocks in holders if blocks)])
 
 
 def _prefix(lookup: Callable[[Key], bool], keys: Sequence[Key], end: int, start: int) -> int:

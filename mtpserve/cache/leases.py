@@ -109,7 +109,7 @@ class Leases:
             return (
                 lease is not None
                 and lease.ends > self.clock()
-                and all(place in lease.pages for place in places)
+                and all(page_id in lease.pages for page_id in places)
             )
 
     def release(self, name: str, pages: int, size: int, seconds: float) -> None:

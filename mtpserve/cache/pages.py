@@ -132,13 +132,13 @@ class PageAllocator:
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise PageError unless `holders`, one list of pages for each, account for every reference and all
         else is free or cached."""
-        held = Counter(page for pages in holders for page in pages)
+        holder_counts = Counter(page for pages in holders for page in pages)
         free = Counter(self._free)
-        if strange := [page for page in held | free if not 0 <= page < self.num_pages]:
+        if strange := [page for page in holder_counts | free if not 0 <= page < self.num_pages]:
             raise PageError(f"page {strange[0]} is not one of the pool's {self.num_pages}")
         for page, references in enumerate(self._references):
-            if references != held[page]:
-                raise PageError(f"page {page} counts {references} holders but {held[page]} hold it")
+            if references != holder_counts[page]:
+                raise PageError(f"page {page} counts {references} holders but {holder_counts[page]} hold it")
             if free[page] + (page in self._cached) != (references == 0):
                 raise PageError(
                     f"page {page} counts {references} holders and is {free[page]} times in the free list"

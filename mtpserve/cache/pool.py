@@ -49,15 +49,15 @@ class KVPool:
     index keys in float8, or None; inputs [layers, slots, 1, inputs_dim], of which entries are made, or None.
     `parts` are all of them.
 
-    There are slots `beyond` those of the pages. `dtype` is what the layers compute in, `stored` what they are
-    kept in (None: the same), but for the inputs. Memory is not cleared: no slot is read before it was
+    There are slots `beyond` those of the pages. `dtype` is what the layers compute in, `kv_dtype` what they
+    are kept in (None: the same), but for the inputs. Memory is not cleared: no slot is read before it was
     written. `poison` fills it with NaN, so that a test sees it if one is.
     """
 
     def __init__(
         self, layout: KVLayout, layers: int, pages: int, page_size: int, dtype: torch.dtype,
         device: torch.device, poison: bool = False,
-        compact: Compact = reference.compact, stored: torch.dtype | None = None, index_dim: int = 0,
+        compact: Compact = reference.compact, kv_dtype: torch.dtype | None = None, index_dim: int = 0,
         inputs_dim: int = 0, beyond: int = 0,
     ) -> None:  # fmt: skip
         self.layout, self.page_size, self.pages, self._compact, self.dtype = (
@@ -68,7 +68,7 @@ class KVPool:
             dtype,
         )
 
-        def allocate(heads: int, dim: int, part_dtype: torch.dtype | None = stored) -> Tensor:
+        def allocate(heads: int, dim: int, part_dtype: torch.dtype | None = kv_dtype) -> Tensor:
             return torch.empty(
                 layers, pages * page_size + beyond, heads, dim, dtype=part_dtype or dtype, device=device
             )
@@ -76,34 +76,36 @@ class KVPool:
         self.k = allocate(layout.heads, layout.key_dim)
         self.v = allocate(layout.heads, layout.value_dim) if layout.kind == "gqa" else None
         self.index = allocate(1, index_dim) if index_dim else None
-        self.scales = allocate(1, 1, torch.float32) if index_dim and stored == FP8 else None
+        self.scales = allocate(1, 1, torch.float32) if index_dim and kv_dtype == FP8 else None
         self.inputs = allocate(1, inputs_dim, dtype) if inputs_dim else None
         self.parts = [
             tensor for tensor in (self.k, self.v, self.index, self.scales, self.inputs) if tensor is not None
         ]
         if poison:
-            for part in self.parts:
-                part.fill_(torch.nan)
+            for buffer in self.parts:
+                buffer.fill_(torch.nan)
 
     @property
     def by_page(self) -> list[Tensor]:
         """[layers, pages, bytes] views."""
-        whole = [part[:, : self.pages * self.page_size] for part in self.parts]
-        return [part.unflatten(1, (-1, self.page_size)).flatten(2).view(torch.uint8) for part in whole]
+        page_rows = [buffer[:, : self.pages * self.page_size] for buffer in self.parts]
+        return [
+            buffer.unflatten(1, (-1, self.page_size)).flatten(2).view(torch.uint8) for buffer in page_rows
+        ]
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(buffer.nbytes for buffer in self.parts)
 
     def clear(self, page: int) -> None:
         """Zeros, for a page that is read before anything is written to it."""
-        for part in self.parts:
-            part[:, page * self.page_size : (page + 1) * self.page_size] = 0
+        for buffer in self.parts:
+            buffer[:, page * self.page_size : (page + 1) * self.page_size] = 0
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy whole slots [R, D] to others, in all layers at once: see mtpserve_kernels.cache."""
-        for part in self.parts:
-            self._compact(part, source, target)
+        for buffer in self.parts:
+            self._compact(buffer, source, target)
 
     def widened(self, rows: Tensor) -> Tensor:
         """Converts some of what `keys` or `values` gave to the type that is computed with."""
@@ -139,12 +141,12 @@ class KVPool:
         return keys, self.widened(self.v[layer][slots])
 
 
-def store(part: Tensor, slots: Tensor, rows: Tensor) -> None:
+def store(tensor: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Write rows [T, heads, dim] to slots [T] of one layer's part [slots, heads, dim], in plain torch."""
-    if part.dtype == FP8:
+    if tensor.dtype == FP8:
         # As bytes: torch moves few float8 numbers by index. NaN passes the clamp, as it must.
-        part, rows = part.view(torch.uint8), rows.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
-    part.index_copy_(0, slots, rows.to(part.dtype))
+        tensor, rows = tensor.view(torch.uint8), rows.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
+    tensor.index_copy_(0, slots, rows.to(tensor.dtype))
 
 
 def scale_of(keys: Tensor) -> Tensor:

@@ -45,13 +45,13 @@ class States:
         )
         self.computed = torch.zeros(seats, device=device, dtype=torch.int64)
         if poison:
-            for part in (self.state, self.before, self.ring, self.ring_gates):
-                part.fill_(torch.nan)
+            for tensor in (self.state, self.before, self.ring, self.ring_gates):
+                tensor.fill_(torch.nan)
 
     @property
     def nbytes(self) -> int:
         return sum(
-            part.nbytes for part in (self.state, self.before, self.ring, self.ring_gates, self.computed)
+            tensor.nbytes for tensor in (self.state, self.before, self.ring, self.ring_gates, self.computed)
         )
 
     def layer(self, number: int) -> LayerState:
@@ -60,7 +60,7 @@ class States:
     @property
     def pages(self) -> list[Tensor]:
         """[layers, kept, …] views of the states that are kept."""
-        return [part[:, self.max_num_reqs :] for part in (self.state, self.before)]
+        return [tensor[:, self.max_num_reqs :] for tensor in (self.state, self.before)]
 
     def row_of(self, checkpoint: int) -> int:
         """The row of a state that is kept."""
@@ -71,14 +71,14 @@ class States:
         states that are kept in `sources` [m]. The others begin with their first token."""
         self.computed[req_indices] = computed
         if len(targets):
-            for part in (self.state, self.before):
-                part[:, targets] = part[:, sources + self.max_num_reqs]
+            for tensor in (self.state, self.before):
+                tensor[:, targets] = tensor[:, sources + self.max_num_reqs]
 
     def move(self, req_indices: Tensor, path: Tensor) -> None:
         """seats [R], path [R, D]: of a tree, the nodes of the rows that survived; the first that waits is 1.
         Their inputs are put together."""
         if self.ring.shape[2] == 0:
             return
-        place = (path - 1).clamp(min=0)
-        for part in (self.ring, self.ring_gates):
-            part[:, req_indices, : path.shape[1]] = part[:, req_indices.unsqueeze(1), place]
+        ring_index = (path - 1).clamp(min=0)
+        for tensor in (self.ring, self.ring_gates):
+            tensor[:, req_indices, : path.shape[1]] = tensor[:, req_indices.unsqueeze(1), ring_index]

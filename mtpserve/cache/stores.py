@@ -56,22 +56,22 @@ class Place(NamedTuple):
 
 class Stores:
     """`pages`: of each group, in the order of core.arch.model.page_groups. `dtype`, `poison`, `compact` and
-    `stored` are KVPool's. `nodes`: how many seats there are, and how many nodes each may have besides the
+    `kv_dtype` are KVPool's. `nodes`: how many seats there are, and how many nodes each may have besides the
     root."""
 
     def __init__(
         self, layers: Sequence[Attention], pages: Sequence[int], page_size: int, dtype: torch.dtype,
         device: torch.device,
-        poison: bool = False, compact: Compact = reference.compact, stored: torch.dtype | None = None,
+        poison: bool = False, compact: Compact = reference.compact, kv_dtype: torch.dtype | None = None,
         nodes: tuple[int, int] = (0, 0),
     ) -> None:  # fmt: skip
         self.page_size = page_size
         kinds, windows = list(dict.fromkeys(layers)), page_groups(layers)
-        groups = [windows.index(kind.held) for kind in kinds]
+        groups = [windows.index(kind.kv_window) for kind in kinds]
 
         def pool(kind: Attention, pages: int, size: int, *others: int) -> KVPool:
             return KVPool(
-                kind.kv, layers.count(kind), pages, size, dtype, device, poison, compact, stored, *others
+                kind.kv, layers.count(kind), pages, size, dtype, device, poison, compact, kv_dtype, *others
             )
 
         def entries(kind: Attention) -> KVPool | None:
@@ -94,14 +94,14 @@ class Stores:
         ]
         self.places = [Place(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers)]
 
-    def part(self, layers: slice) -> Stores:
+    def select_layers(self, layers: slice) -> Stores:
         """Returns some of the layers, and the stores that these have."""
         places = self.places[layers]
-        used = sorted({place.store for place in places})
-        part = copy(self)
-        part.stores = [self.stores[i] for i in used]
-        part.places = [Place(used.index(place.store), place.layer) for place in places]
-        return part
+        store_indices = sorted({location.store for location in places})
+        subset = copy(self)
+        subset.stores = [self.stores[i] for i in store_indices]
+        subset.places = [Place(store_indices.index(location.store), location.layer) for location in places]
+        return subset
 
     @property
     def nbytes(self) -> int:

@@ -95,9 +95,9 @@ class Option:
     def _read_many(self, values: list[object]) -> tuple[str, ...]:
         # The error does not show the values: they may be API keys.
         texts = [value for value in values if isinstance(value, str)]
-        parts = tuple(part.strip() for text in texts for part in text.split(","))
+        parts = tuple(item.strip() for text in texts for item in text.split(","))
         if len(texts) < len(values) or not all(
-            part.isprintable() and part and " " not in part for part in parts
+            item.isprintable() and item and " " not in item for item in parts
         ):
             raise ConfigError(
                 f"--{dashed(self.name)} must be texts without blanks, comma-separated or in a list"
@@ -204,12 +204,12 @@ def parsed_values(arguments: argparse.Namespace) -> Values:
 
 def settings(values: Values) -> Settings:
     """Fills the dataclasses, which check combinations of fields."""
-    part: dict[str, Values] = {section: {} for section in SECTIONS}
+    by_section: dict[str, Values] = {section: {} for section in SECTIONS}
     for option in all_options():
         if option.name in values:
-            part[option.section][option.name] = values[option.name]
-    engine = {section: config(**part[section]) for section, config in ENGINE_SECTIONS.items()}
-    return Settings(EngineConfig(**engine), ServerConfig(**part["server"]))  # type: ignore[arg-type]
+            by_section[option.section][option.name] = values[option.name]
+    engine = {section: config(**by_section[section]) for section, config in ENGINE_SECTIONS.items()}
+    return Settings(EngineConfig(**engine), ServerConfig(**by_section["server"]))  # type: ignore[arg-type]
 
 
 def read_file(path: str) -> Values:

@@ -30,7 +30,7 @@ class Painter:
         self._live = console.is_terminal and not console.is_dumb_terminal
         self._keep = keep
         self._column = 0  # where the text ends, 0 … width-1
-        self._waiting = 0  # cells of rejected tokens after it
+        self._rejected_width = 0  # cells of rejected tokens after it
 
     def prompt(self, text: str) -> None:
         if self._live:
@@ -51,10 +51,10 @@ class Painter:
 
     def erase(self) -> None:
         """Erases the rejected tokens at the end."""
-        if self._waiting:
-            self._console.file.write(f"\x1b[{self._waiting}D\x1b[K")
+        if self._rejected_width:
+            self._console.file.write(f"\x1b[{self._rejected_width}D\x1b[K")
             self._console.file.flush()
-            self._waiting = 0
+            self._rejected_width = 0
 
     def _write(self, text: str, style: str) -> None:
         if self._live:
@@ -75,7 +75,7 @@ class Painter:
         shown = text if cell_len(text) <= room else set_cell_size(text, max(0, room))
         if shown:
             self._console.out(shown, style=REJECTED, end="", highlight=False)
-            self._waiting = cell_len(shown)
+            self._rejected_width = cell_len(shown)
 
 
 def advance(column: int, text: str, width: int) -> int:
@@ -83,10 +83,10 @@ def advance(column: int, text: str, width: int) -> int:
     from rich.cells import cell_len
 
     for line in text.splitlines(keepends=True):
-        for i, part in enumerate(line.removesuffix("\n").split("\t")):
+        for i, piece in enumerate(line.removesuffix("\n").split("\t")):
             if i > 0:
                 column = min((column // TAB + 1) * TAB, width - 1)
-            column = (column + cell_len(part)) % width
+            column = (column + cell_len(piece)) % width
         if line.endswith("\n"):
             column = 0
     return column

@@ -87,15 +87,15 @@ class Parser(argparse.ArgumentParser):
             yield argument if plain or not FLAG.fullmatch(flag) else self._full(flag) + equals + value
 
     def _full(self, flag: str) -> str:
-        wanted, actions = flag.replace("_", "-"), self._option_string_actions
-        if wanted in actions:
-            return wanted
+        spelling, actions = flag.replace("_", "-"), self._option_string_actions
+        if spelling in actions:
+            return spelling
         # each option's first name
-        longer = {actions[name].dest: name for name in reversed(actions) if name.startswith(wanted)}
+        longer = {actions[name].dest: name for name in reversed(actions) if name.startswith(spelling)}
         if len(longer) > 1:
             raise ConfigError(f"{flag} could be {' or '.join(sorted(longer.values()))}")
         if not longer:
-            raise ConfigError(f"unknown option {flag}{suggest(wanted, actions)} (see {self.prog} --help)")
+            raise ConfigError(f"unknown option {flag}{suggest(spelling, actions)} (see {self.prog} --help)")
         return next(iter(longer.values()))
 
 

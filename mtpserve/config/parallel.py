@@ -75,13 +75,13 @@ class ParallelConfig:
             self.tensor_parallel_size,
             "in [1, 64]",
         )
-        whole = (
+        is_divisible = (
             not self.enable_dp_attention
             or self.tensor_parallel_size == 1
             or self.tensor_parallel_size % engines == 0
         )
         allowed = f"1, or a multiple of --data-parallel-size, which is {engines}, with --enable-dp-attention"
-        check(whole, "tensor_parallel_size", self.tensor_parallel_size, allowed)
+        check(is_divisible, "tensor_parallel_size", self.tensor_parallel_size, allowed)
         check(
             self.pipeline_parallel_size == 1,
             "pipeline_parallel_size",
@@ -169,8 +169,8 @@ class CPUConfig:
         if self.cpu_affinity is None:
             return None
         cores: set[int] = set()
-        for part in self.cpu_affinity.split(","):
-            first, dash, last = part.strip().partition("-")
+        for core_range in self.cpu_affinity.split(","):
+            first, dash, last = core_range.strip().partition("-")
             last = last if dash else first
             good = first.isdecimal() and last.isdecimal() and int(first) <= int(last)
             check(good, "cpu_affinity", self.cpu_affinity, "numbers of cores, like 0-7,16-23")

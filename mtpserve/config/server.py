@@ -161,8 +161,8 @@ class ServerConfig:
             "at least 0",
         )
         _ = self.template_kwargs
-        wanted = self.tool_call_parser != NONE or not self.enable_auto_tool_choice
-        check(wanted, "enable_auto_tool_choice", True, "left out with --tool-call-parser none")
+        is_allowed = self.tool_call_parser != NONE or not self.enable_auto_tool_choice
+        check(is_allowed, "enable_auto_tool_choice", True, "left out with --tool-call-parser none")
         for name in ("queue_timeout", "request_timeout", "read_timeout", "write_timeout"):
             check(
                 getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "above 0"
@@ -201,7 +201,7 @@ class ServerConfig:
     def dialects(self) -> tuple[str, ...]:
         """The members of DIALECTS whose names for metrics are offered too."""
         return tuple(
-            dict.fromkeys(part.strip() for part in (self.metrics_compat or "").split(",") if part.strip())
+            dict.fromkeys(name.strip() for name in (self.metrics_compat or "").split(",") if name.strip())
         )
 
     def public(self) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class SpecConfig:
             self.speculative_num_draft_tokens,
         )
         topk, max_bs = self.speculative_eagle_topk, self.speculative_disable_by_batch_size
-        is_known = all(part in (*DRAFTERS.entries, "NGRAM") for part in self.parts)
+        is_known = all(component in (*DRAFTERS.entries, "NGRAM") for component in self.parts)
         apart = is_known and len(self.parts) == (self.drafter is not None) + self.ngram
         names = (
             f"{AUTO}, {NONE}, {', '.join(DRAFTERS.entries)}, NGRAM, or a draft model and NGRAM, like "
@@ -129,9 +129,9 @@ class SpecConfig:
         )
         if rows is not None and topk in (None, 1):
             check(rows <= 8, "speculative_num_draft_tokens", rows, "at most 8 for a chain")
-            wanted = rows if steps is None else steps + 1
+            length = rows if steps is None else steps + 1
             check(
-                rows == wanted, "speculative_num_draft_tokens", rows, f"num-steps + 1 = {wanted} for a chain"
+                rows == length, "speculative_num_draft_tokens", rows, f"num-steps + 1 = {length} for a chain"
             )
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             threshold = getattr(self, name)
@@ -171,12 +171,12 @@ class SpecConfig:
     def parts(self) -> list[str]:  # vLLM's names of MTP begin with the family: deepseek_mtp, mimo_mtp
         if not self.named or (algorithm := (self.speculative_algorithm or "").upper()) == NONE.upper():
             return []
-        return ["MTP" if part.endswith("_MTP") else part for part in algorithm.split("+")]
+        return ["MTP" if component.endswith("_MTP") else component for component in algorithm.split("+")]
 
     @property
     def drafter(self) -> str | None:
         """The draft model's name in config.drafters; None: no draft model."""
-        return next((part for part in self.parts if part != "NGRAM"), None)
+        return next((component for component in self.parts if component != "NGRAM"), None)
 
     @property
     def ngram(self) -> bool:

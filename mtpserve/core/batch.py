@@ -98,9 +98,9 @@ class Batch(NamedTuple):
         """[R, K]; what comes after `num_draft_tokens` is void."""
         return self.input_ids[self.sample_rows[:, 1:]]
 
-    def drafted(self, part: Tensor) -> Tensor:
+    def drafted(self, rows: Tensor) -> Tensor:
         """[R, …] → [D, …]: of the spans that may be drafted for."""
-        return part if self.draft_spans is None else part[self.draft_spans]
+        return rows if self.draft_spans is None else rows[self.draft_spans]
 
 
 class Hidden(NamedTuple):

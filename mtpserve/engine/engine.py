@@ -139,7 +139,7 @@ class Engine:
         """The engine's own object, its gauges brought up to date."""
         self._stats.running = len(self._scheduler.running)
         self._stats.waiting = len(self._scheduler.waiting)
-        self._stats.pages_used, self._stats.pages_cached = self._pages.used, self._pages.cached
+        self._stats.pages_used, self._stats.pages_cached = self._pages.num_used_pages, self._pages.cached
         if self._kv_connector is not None:
             self._kv_connector.report(self._stats, self._scheduler.waiting)
         self._stats.preemptions_total = self._scheduler.preemptions

@@ -34,8 +34,8 @@ class PreparedGrammars:
     def compile(self, spec: GrammarSpec) -> Grammar:
         """An unused state: one that was prepared, or a new one, for a request that was preempted."""
         with self._lock:
-            for place, (ready_spec, grammar) in enumerate(self._ready):
+            for index, (ready_spec, grammar) in enumerate(self._ready):
                 if ready_spec == spec:
-                    del self._ready[place]
+                    del self._ready[index]
                     return grammar
         return self._compiler.compile(spec)

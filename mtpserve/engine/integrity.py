@@ -25,7 +25,7 @@ def check_integrity(scheduler: Scheduler) -> None:
     if any(queue != sorted(queue, key=QUEUE_KEY) for queue in (scheduler.running, scheduler.waiting)):
         raise RuntimeError("running or waiting requests are out of order")
     for req in scheduler.running:
-        columns = min(held.end for held in req.cache.blocks[: pages.dense])
+        columns = min(blocks.end for blocks in req.cache.blocks[: pages.dense])
         req.check_counters(columns * pages.page_size, scheduler.max_deferred_tokens)
     for req in scheduler.waiting:
         req.check_waiting()

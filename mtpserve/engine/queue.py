@@ -67,9 +67,9 @@ class WaitingQueue:
         insort(self.reqs, req, key=QUEUE_KEY)
 
     def remove(self, req: RequestState) -> None:
-        place = bisect_left(self.reqs, req.queue.key, key=QUEUE_KEY)  # ranks are unique
-        assert self.reqs[place] is req
-        del self.reqs[place]
+        index = bisect_left(self.reqs, req.queue.key, key=QUEUE_KEY)  # ranks are unique
+        assert self.reqs[index] is req
+        del self.reqs[index]
 
     def admit(self, req: RequestState) -> None:
         """It is served now; under lpm it may have overtaken others."""

@@ -128,23 +128,23 @@ class Scheduler:
         chunks, then new requests. Has spans while a request lives, unless what is in flight ends them all."""
         self.pages.settle()
         decoding = self._allocate_blocks()
-        planned, left = self._decoding(decoding)
+        spans, token_budget = self._decoding(decoding)
         others = self.running if len(decoding) < len(self.running) else []
         prefilling = [req for req in others if not decodes(req) and not ends(req)]
         prompts, new_requests = self.admission.prompts(
-            self.running, prefilling, left, is_alone=len(self.live) == 1
+            self.running, prefilling, token_budget, is_alone=len(self.live) == 1
         )
         if self.max_deferred_tokens:
-            planned = deferred(
-                planned,
+            spans = deferred(
+                spans,
                 draft_depth,
                 self.max_deferred_tokens,
                 beside_prompts=bool(prompts) and not self._separate_prompts,
             )
-        planned = self.prefixes.with_checkpoints(planned, prompts)
+        spans = self.prefixes.with_checkpoints(spans, prompts)
         busy = self.moving or any(req.in_flight for req in self.running)
-        assert planned or not self.live or busy, "a plan without spans would repeat for ever"
-        for req, span in planned:
+        assert spans or not self.live or busy, "a plan without spans would repeat for ever"
+        for req, span in spans:
             req.num_scheduled_tokens += span.num_tokens
             req.num_pending_outputs += span.samples
             req.num_draft_tokens = (
@@ -152,14 +152,14 @@ class Scheduler:
             )
         entries = [
             entry
-            for req, _ in planned
+            for req, _ in spans
             if req.cache.has_new_blocks
             for entry in new_blocks(req, self.pages.dense)
         ]
         transfers = [] if self.kv_connector is None else self.kv_connector.take_outgoing()
         return ScheduledStep(
-            StepPlan([span for _, span in planned], draft_depth, new_requests, entries, transfers),
-            [req for req, _ in planned],
+            StepPlan([span for _, span in spans], draft_depth, new_requests, entries, transfers),
+            [req for req, _ in spans],
         )
 
     def _decoding(self, ready: list[RequestState]) -> tuple[list[tuple[RequestState, SpanPlan]], int]:
@@ -170,22 +170,22 @@ class Scheduler:
         """
         if self._decode_order:
             ready = sorted(ready, key=lambda req: self._decode_order.get(req.id, len(self._decode_order)))
-        left = self._token_budget
+        token_budget = self._token_budget
         spans: list[tuple[RequestState, SpanPlan]] = []
         late: list[str] = []
         for req in ready:
             span = next_span(req, 1, useful_drafts(req))
-            if span.num_rows > left:
+            if span.num_rows > token_budget:
                 late.append(req.id)
                 continue
             spans.append((req, span))
-            left -= span.num_rows
+            token_budget -= span.num_rows
         self._decode_order = (
             {request_id: turn for turn, request_id in enumerate(late + [req.id for req, _ in spans])}
             if late
             else {}
         )
-        return spans, left
+        return spans, token_budget
 
     # ----------------------------------------------------------------------------------------------- pages
 

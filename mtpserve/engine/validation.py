@@ -51,10 +51,16 @@ def require_known(ids: Iterable[int], param: str, vocab: int) -> None:
 
 def require_room(request: Request, context: int) -> None:
     """A request that goes on has not come to its end yet."""
-    prompt, said, at_most = len(request.prompt), len(request.prior_output_ids), request.sampling.max_tokens
+    prompt, num_prior_tokens, at_most = (
+        len(request.prompt),
+        len(request.prior_output_ids),
+        request.sampling.max_tokens,
+    )
     room = context - prompt if at_most is None else at_most
-    if said >= room:
-        raise InvalidRequest(f"{said} tokens were said already, and the request may say {room}", "said")
+    if num_prior_tokens >= room:
+        raise InvalidRequest(
+            f"{num_prior_tokens} tokens were said already, and the request may say {room}", "said"
+        )
 
 
 def require_fit(prompt: int, sampling: SamplingParams, context: int) -> None:

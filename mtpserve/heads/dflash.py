@@ -36,7 +36,7 @@ from mtpserve.core.batch import Hidden
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols.attention import Context
 from mtpserve.core.protocols.linear import LinearMethod
-from mtpserve.heads.dflash_config import DFlashArch, Selector, read
+from mtpserve.heads.dflash_config import DFlashArch, Selector, read_dflash
 from mtpserve.heads.head import Head, Separate, opened
 from mtpserve.layers.decoder import DecoderModel, Methods, shared_head
 from mtpserve.layers.embedding import Embedding
@@ -165,9 +165,9 @@ class DFlashModel(nn.Module):
         self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]
     ) -> Hidden:
         assert state is not None
-        head, left = state[:, : self.hidden], state[:, self.hidden :]
+        head, carry = state[:, : self.hidden], state[:, self.hidden :]
         return Hidden(
-            head if self.selector is None else torch.cat([head, self.selector.gate(ids, head)], -1), left
+            head if self.selector is None else torch.cat([head, self.selector.gate(ids, head)], -1), carry
         )
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
@@ -184,7 +184,7 @@ class DFlash(Separate):
 
     def open(self, directory: Path, config: EngineConfig, trunk: ModelArch) -> Head:
         values, checkpoint, spec = read_config(directory), opened(directory, config), config.spec
-        arch = read(values, trunk)
+        arch = read_dflash(values, trunk)
         if spec.steps >= arch.size:
             reason = f"{directory} drafts blocks of {arch.size} tokens, the last committed one included"
             raise ConfigError(
@@ -231,8 +231,8 @@ def rules_of(arch: DFlashArch, start: str) -> list[Rule]:
             "hidden_projection": "hidden",
         }
         rules += [
-            Rule(rf"{start}candidate_selector\.{part}(?:\.weight)?", f"selector.{ours}.weight")
-            for part, ours in parts.items()
+            Rule(rf"{start}candidate_selector\.{component}(?:\.weight)?", f"selector.{ours}.weight")
+            for component, ours in parts.items()
         ]
     return rules
 

@@ -41,7 +41,7 @@ class DFlashArch:
         return self.multiplier == 1 and self.softcap is None and self.selector is None
 
 
-def read(config: HFConfig, trunk: ModelArch) -> DFlashArch:
+def read_dflash(config: HFConfig, trunk: ModelArch) -> DFlashArch:
     """Raises LoadError, UnsupportedModel, or ConfigError where the drafter is not one for this trunk."""
     names, section = config.raw("architectures"), config.section("dflash_config")
     if config.has("speculators_model_type"):
@@ -145,9 +145,10 @@ def windows(config: HFConfig, section: HFConfig) -> list[int | None]:
 def causal(config: HFConfig, section: HFConfig, layers: int) -> tuple[bool, ...]:
     """Returns for each layer whether a block's rows see only those before them. By default these are the
     layers that `layer_types` calls sliding."""
-    said = config.get_bool("is_causal", None)
-    said = section.get_bool("causal", None) if said is None else said
+    is_causal = config.get_bool("is_causal", None)
+    is_causal = section.get_bool("causal", None) if is_causal is None else is_causal
     types = layer_types(config)
     return tuple(
-        said if said is not None else types is not None and types[i] == SLIDING for i in range(layers)
+        is_causal if is_causal is not None else types is not None and types[i] == SLIDING
+        for i in range(layers)
     )

@@ -120,7 +120,7 @@ class Projection(nn.Module):
             tapped = self.all_norm(tapped)
         if len(self.each_norm):
             parts = zip(self.each_norm, tapped.split(self.trunk, -1), strict=True)
-            tapped = torch.cat([norm(part.contiguous()) for norm, part in parts], -1)
+            tapped = torch.cat([norm(chunk.contiguous()) for norm, chunk in parts], -1)
         return self.project(tapped)  # type: ignore[no-any-return]
 
 
@@ -309,10 +309,10 @@ def taps_of(flat: HFConfig, top: HFConfig, eagle: HFConfig, layers: int) -> tupl
         and layer_ids == sorted(set(layer_ids))
         and all(0 <= number - before < layers for number in layer_ids)
     )
-    wanted = (
+    requirement = (
         f"ascending numbers of layers in [{before}, {layers - 1 + before}], for a model of {layers} layers"
     )
-    where.require(good, IDS, wanted)
+    where.require(good, IDS, requirement)
     return tuple(number - before for number in layer_ids)
 
 

@@ -47,7 +47,11 @@ def arch(config: HFConfig, checkpoint: Checkpoint, name: str, trunk: ModelArch) 
 
 def stores(checkpoint: Checkpoint, name: str, default: bool) -> bool:
     """A tensor with a name that ends so. `default`: where there are no tensors, but a config alone."""
-    return any(stored.endswith(name) for stored in checkpoint.tensors) if checkpoint.tensors else default
+    return (
+        any(tensor_name.endswith(name) for tensor_name in checkpoint.tensors)
+        if checkpoint.tensors
+        else default
+    )
 
 
 def prefix_of(checkpoint: Checkpoint) -> str:

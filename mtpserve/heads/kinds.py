@@ -42,12 +42,12 @@ def algorithm_of(directory: Path) -> str | None:
         return None
     path = directory / "config.json"
     values = read_config(directory) if path.is_file() else HFConfig(path, {})
-    said = (
+    description = (
         f"{values.raw('architectures')} {values.raw('model_type')} {values.raw('speculators_model_type')}"
     ).lower()
     keys = " ".join(key for key in values.values if key.endswith(("_num_heads", "_config")))
-    for part, kind in SAID.items():
-        if part in said or part in keys:
+    for keyword, kind in SAID.items():
+        if keyword in description or keyword in keys:
             return kind
     names = list(Checkpoint.open(directory).tensors) if any(directory.glob("*.safetensors")) else []
     for pattern, kind in NAMED.items():
@@ -55,7 +55,7 @@ def algorithm_of(directory: Path) -> str | None:
             return kind
     if values.has("draft_vocab_size") or values.has("eagle_config"):
         return "EAGLE3"
-    if "eagle" in said:
+    if "eagle" in description:
         return "EAGLE"
     layers, apart = numbers_in(NUMBERED_LAYER, names), numbers_in(NUMBERED, names)
     if apart and layers[0] == apart[0]:

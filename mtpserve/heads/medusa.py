@@ -114,10 +114,10 @@ class Medusa(Separate):
             same(key, values, values.get_int(key, value), value)
         if values.get_float("logit_scale", 1.0) != 1:
             raise values.unsupported("logit_scale", "1")
-        used, one = max(steps, 1), values.get_bool("original_lm_head", False)
+        num_heads, one = max(steps, 1), values.get_bool("original_lm_head", False)
         theirs = [name for name in names if re.search(rf"lm_heads?\.|(?:^|\.)\d+\.{layers}\.weight", name)]
         # Each has a head of its own if there are no tensors.
-        num_lm_heads = (1 if one else used) if theirs or not names else 0
+        num_lm_heads = (1 if one else num_heads) if theirs or not names else 0
         if config.spec.speculative_token_map is not None:
             raise ConfigError(
                 "--speculative-token-map needs a draft model that multiplies the head alone, which "
@@ -131,7 +131,7 @@ class Medusa(Separate):
         )
         tokens = min(rows, trunk.vocab)
         arch = MedusaArch(
-            used,
+            num_heads,
             layers,
             any(name.endswith(".bias") for name in names),
             num_lm_heads,
@@ -158,12 +158,12 @@ def rules_of(arch: MedusaArch, names: list[str]) -> list[Rule]:
         numbers = "|".join(map(str, range(count)))
         return rf"(?P<head>{numbers})", rf"(?!(?:{numbers})\.)\d+"
 
-    (used, unused), (lm_head, shared) = some(arch.heads), some(max(arch.lm_heads, 1))
+    (used_heads, unused), (lm_head, shared) = some(arch.heads), some(max(arch.lm_heads, 1))
     deeper = Drop("a head that is not used")
     if any(re.match(start + r"\d+\.", name) for name in names):
         rules = [
             Rule(
-                rf"{start}{used}\.(?P<layer>\d+)\.linear\.(?P<part>weight|bias)",
+                rf"{start}{used_heads}\.(?P<layer>\d+)\.linear\.(?P<part>weight|bias)",
                 "blocks.{head}.{layer}.{part}",
             ),
             Rule(rf"{start}{unused}\..+", None, deeper),
@@ -175,7 +175,7 @@ def rules_of(arch: MedusaArch, names: list[str]) -> list[Rule]:
         )
     return [
         Rule(
-            rf"{start}blocks\.{used}\.layers\.(?P<layer>\d+)\.(?P<part>weight|bias)",
+            rf"{start}blocks\.{used_heads}\.layers\.(?P<layer>\d+)\.(?P<part>weight|bias)",
             "blocks.{head}.{layer}.{part}",
         ),
         Rule(rf"{start}blocks\.{unused}\..+", None, deeper),

@@ -186,7 +186,7 @@ class Worker(LLMEngine):
         spelling = await service.spelling(sampling)
         requests = requests_of(service, spelling, id, prompt, sampling, body.choices, salt=body.salt)
         choices = [Choice(service, choice_request) for choice_request in requests]
-        usage, scores, left = Usage(choices, len(choices)), list[TokenLogprob](), len(choices)
+        usage, scores, num_open = Usage(choices, len(choices)), list[TokenLogprob](), len(choices)
         generation = Generation(service, choices, arrival, body.timeout, streaming=True)
         async with contextlib.aclosing(generation.stream()) as stream:
             async for steps in stream:
@@ -194,9 +194,9 @@ class Worker(LLMEngine):
                     step = generation.add(output)
                     usage.add(step)
                     scores += step.prompt_logprobs or [] if step.index == 0 else []
-                    left -= step.finish is not None
+                    num_open -= step.finish is not None
                     chunk = chunk_of(step.index, step, service.tokenizer, sampling.logprobs)
-                    yield chunk | (last_of(usage, prompt, scores, service.tokenizer) if left == 0 else {})
+                    yield chunk | (last_of(usage, prompt, scores, service.tokenizer) if num_open == 0 else {})
 
     async def abort(self, context: Any) -> None:
         if self.service is not None and (id := self.running.get(context.id())) is not None:

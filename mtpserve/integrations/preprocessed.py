@@ -47,11 +47,11 @@ def body_of(request: Mapping[str, Any], metadata: str | None, *, has_priorities:
     """Stop strings stay Dynamo's, which has the text. `has_priorities`: --scheduling-policy priority, where
     lower ones come first, unlike Dynamo's. Raises InvalidRequest."""
     sampling, stops, output, routing = (
-        request.get(part) or {}
-        for part in ("sampling_options", "stop_conditions", "output_options", "routing")
+        request.get(section) or {}
+        for section in ("sampling_options", "stop_conditions", "output_options", "routing")
     )
-    for part, name in REFUSED:
-        if (value := (request.get(part) or {}).get(name)) not in (None, False):
+    for section, name in REFUSED:
+        if (value := (request.get(section) or {}).get(name)) not in (None, False):
             raise InvalidRequest(f"{name} is not supported, got {value!r}", name)
     fields: Fields = further(metadata) | ((request.get("extra_args") or {}).get("sampling_options") or {})
     fields |= {name: exact(sampling[name]) for name in SAMPLING if sampling.get(name) is not None}

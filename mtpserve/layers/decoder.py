@@ -248,11 +248,11 @@ class DecoderModel(nn.Module):
     def logits_of(self, tokens: Tensor) -> HeadProduct:
         """Returns the product for drafting: `logits` of these tokens [n] alone, [rows, hidden] → [rows, n]
         float32, by a copy of the head's rows."""
-        part = VocabularyHead(
+        subset_head = VocabularyHead(
             self.arch.hidden, len(tokens), self.methods.draft_head or self.methods.head, self.kernels.ranks
         )
-        shard, rows = part.vocabulary, self.head.rows(tokens).to(self.norm.weight.dtype)
+        shard, rows = subset_head.vocabulary, self.head.rows(tokens).to(self.norm.weight.dtype)
         mine = rows[shard.first : shard.first + shard.rows]
-        part.weight = nn.Parameter(F.pad(mine, (0, 0, 0, shard.rows - len(mine))), requires_grad=False)
-        part.finish_loading()
-        return lambda head: part(head, torch.float32)
+        subset_head.weight = nn.Parameter(F.pad(mine, (0, 0, 0, shard.rows - len(mine))), requires_grad=False)
+        subset_head.finish_loading()
+        return lambda head: subset_head(head, torch.float32)

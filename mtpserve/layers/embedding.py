@@ -43,8 +43,12 @@ class Vocabulary:
 
     def side_by_side(self, logits: Tensor) -> Tensor:
         """[T, rows] of each rank → [T, tokens]"""
-        whole = self.ranks.gather(logits)
-        return whole if whole.shape[-1] == self.tokens else whole[..., : self.tokens].contiguous()
+        full_logits = self.ranks.gather(logits)
+        return (
+            full_logits
+            if full_logits.shape[-1] == self.tokens
+            else full_logits[..., : self.tokens].contiguous()
+        )
 
 
 class Embedding(nn.Module):

@@ -49,12 +49,16 @@ class Experts(nn.Module):
     added_once = ("down_bias",)  # as in Linear
 
     def __init__(
-        self, hidden: int, arch: MoEArch, held: Sequence[int] | None = None, first: int | None = None
+        self, hidden: int, arch: MoEArch, expert_ids: Sequence[int] | None = None, first: int | None = None
     ) -> None:
-        """`held`: the numbers of those that this process has; None: all. `first`: see
+        """`expert_ids`: the numbers of those that this process has; None: all. `first`: see
         layers.kernels.RoutedExperts."""
         super().__init__()
-        self.held, self.first, experts = held, first, arch.experts if held is None else len(held)
+        self.expert_ids, self.first, experts = (
+            expert_ids,
+            first,
+            arch.experts if expert_ids is None else len(expert_ids),
+        )
         parts = (arch.size,) if arch.gate == "relu2" else (arch.size, arch.size)
         self.gate_up = nn.Parameter(torch.empty(experts, sum(parts), hidden), requires_grad=False)
         self.down = nn.Parameter(torch.empty(experts, hidden, arch.size), requires_grad=False)

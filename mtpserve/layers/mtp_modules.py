@@ -89,8 +89,8 @@ class MTPModules(nn.Module):
         the number of their first."""
         parts = state.split(self.hidden, -1)
         first = len(self.depths) - state.shape[1] // self.hidden
-        for i, part in enumerate(parts[skipped:], first + skipped):
-            cast(MTPHead, self.depths[i]).store_kv(ids, positions, part, contexts[i : i + 1])
+        for i, chunk in enumerate(parts[skipped:], first + skipped):
+            cast(MTPHead, self.depths[i]).store_kv(ids, positions, chunk, contexts[i : i + 1])
         return first
 
     def module(

@@ -93,8 +93,8 @@ class StreamNorm(RMSNorm):
         products, scale, base = self.mixer(streams)
         sizes = [number, number, number * number]
         pre, post, comb = (
-            part * factor + least
-            for part, factor, least in zip(
+            product * factor + least
+            for product, factor, least in zip(
                 products.split(sizes, -1), scale.unbind(), base.split(sizes), strict=True
             )
         )

@@ -27,18 +27,18 @@ class Int8:
     def finish(self, module: nn.Module, lookups: bool = False) -> None:
         exact = cast(Tensor, module.weight).detach()
         weight, scale = torch.empty_like(exact, dtype=torch.int8), torch.empty(len(exact))
-        changed, whole = 0.0, 0.0  # squares of lengths
+        changed, total = 0.0, 0.0  # squares of lengths
         strip = max(1, NUMBERS // exact.shape[1])
-        for part, to, by in zip(exact.split(strip), weight.split(strip), scale.split(strip), strict=True):
-            wide = part.float()
+        for chunk, to, by in zip(exact.split(strip), weight.split(strip), scale.split(strip), strict=True):
+            wide = chunk.float()
             rounded, row_scale = quantize_int8(wide)
             to.copy_(rounded)
             by.copy_(row_scale)
-            whole += float(wide.square().sum())
+            total += float(wide.square().sum())
             # Not in place: numbers that are float32 already are the weight's own, and somebody else's as well
             # where a head is copied.
             changed += float((wide - rounded * row_scale.unsqueeze(1)).square_().sum())
-        self.errors.append((changed / max(whole, 1e-60)) ** 0.5)
+        self.errors.append((changed / max(total, 1e-60)) ** 0.5)
         packed = self.kernels.pack_int8(weight, scale, cast("Tensor | None", module.bias))
         del module.weight
         cast(Any, module).packed = packed

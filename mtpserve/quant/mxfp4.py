@@ -27,7 +27,7 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     # [256, 2]: a byte's low half counts first
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)
     out = torch.empty(*blocks.shape, 2, device=blocks.device)
-    for to, part in zip(out.view(-1, 2).split(STRIP), blocks.reshape(-1).split(STRIP), strict=True):
-        torch.index_select(pairs, 0, part.int(), out=to)
+    for to, chunk in zip(out.view(-1, 2).split(STRIP), blocks.reshape(-1).split(STRIP), strict=True):
+        torch.index_select(pairs, 0, chunk.int(), out=to)
     exponents = scales.contiguous().view(torch.float8_e8m0fnu).float()
     return out.flatten(-2).mul_(exponents.unsqueeze(-1)).flatten(-2)

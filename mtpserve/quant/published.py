@@ -116,12 +116,12 @@ def compressed(
     numbers they are stored above the smallest one."""
     numbers, rows = packed_words.contiguous().view(torch.uint8)[:, : columns * bits // 8], len(packed_words)
     if zeros is not None:
-        whole = (
+        unsigned_zeros = (
             zeros.short().add_(1 << (bits - 1)).byte()
             if zeros.dtype == torch.int8
             else of_words(zeros.t(), bits).t()[:rows]
         )
-        zeros = by_row(whole, rows)
+        zeros = by_row(unsigned_zeros, rows)
     scale = by_row(scale, rows)
     return QuantisedMatrix(
         numbers.contiguous(), scale, zeros, None if in_order(group_of, scale.t()) else group_of

@@ -58,23 +58,23 @@ class QuantisedMatrix:
     def in_order(self, arrange: Callable[[Tensor], Tensor]) -> QuantisedMatrix:
         """The rows, of all experts where there are some, in the order to which `arrange` puts them."""
         assert self.zeros is None and self.group_of is None
-        numbers, scale = (arrange(part).reshape(part.shape) for part in (self.numbers, self.scale))
+        numbers, scale = (arrange(tensor).reshape(tensor.shape) for tensor in (self.numbers, self.scale))
         return QuantisedMatrix(numbers, scale)
 
-    def widen_to(self, place: Tensor, taken: tuple[slice, ...], columns: int) -> None:
-        """Writes what is `taken` of the matrix, or of those of experts [E, N, K], to `place`, a strip of rows
+    def widen_to(self, target: Tensor, slices: tuple[slice, ...], columns: int) -> None:
+        """Writes the `slices` of the matrix, or of those of experts [E, N, K], to `target`, a strip of rows
         at a time. `columns`: K."""
-        if len(taken) == 3:
-            for expert, to in zip(range(taken[0].start, taken[0].stop), place, strict=True):
-                QuantisedMatrix(self.numbers[expert], self.scale[expert]).widen_to(to, taken[1:], columns)
+        if len(slices) == 3:
+            for expert, to in zip(range(slices[0].start, slices[0].stop), target, strict=True):
+                QuantisedMatrix(self.numbers[expert], self.scale[expert]).widen_to(to, slices[1:], columns)
             return
-        rows, across = taken
+        rows, across = slices
         strip = max(1, NUMBERS // columns // BLOCK[0]) * BLOCK[0]
         # in blocks a part begins where one begins
         for first in range(rows.start - rows.start % BLOCK[0], rows.stop, strip):
             start, stop = max(first, rows.start), min(first + strip, rows.stop)
             wide = widen(self.rows(first, stop), columns)[start - first :, across]
-            place[start - rows.start : stop - rows.start].copy_(wide)
+            target[start - rows.start : stop - rows.start].copy_(wide)
 
     def is_finite(self) -> bool:
         if self.numbers.dtype == torch.float8_e4m3fn:
@@ -89,9 +89,9 @@ def widen(matrix: QuantisedMatrix, columns: int) -> Tensor:
         return dequantize_mxfp4(numbers.unflatten(-1, (-1, 16)), scale.view(torch.uint8))
     if matrix.in_blocks:
         return dequantize_block(numbers, scale)
-    whole = numbers.dtype == torch.uint8
-    halves = whole and numbers.shape[-1] != columns
-    middle = 0 if not whole else MIDDLE if halves else 128
+    is_integer = numbers.dtype == torch.uint8
+    halves = is_integer and numbers.shape[-1] != columns
+    middle = 0 if not is_integer else MIDDLE if halves else 128
     out = (unpacked(numbers) if halves else numbers).to(torch.float32, copy=True)
     scale, zeros = scale.float(), None if matrix.zeros is None else matrix.zeros.float()
     if matrix.group_of is not None:

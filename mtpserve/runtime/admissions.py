@@ -83,17 +83,17 @@ def seat(
         next(parts)
     if not requests:
         return
-    req_indices, whole, real = (
+    req_indices, integer_values, real = (
         next(parts),
         next(parts).view(-1, INTEGERS + STOPS),
         floats(next(parts)).view(-1, NUMBERS),
     )
-    req_tensors.counts[:, req_indices] = whole[:, :5].T
-    req_tensors.stops[req_indices] = whole[:, INTEGERS:]
+    req_tensors.counts[:, req_indices] = integer_values[:, :5].T
+    req_tensors.stops[req_indices] = integer_values[:, INTEGERS:]
     req_tensors.done.index_fill_(0, req_indices, False)
-    sampling.integers[:, req_indices] = whole[:, 5:7].T
-    sampling.coupled[req_indices] = whole[:, 7].bool()
-    sampling.rules.least[req_indices] = whole[:, 8]
+    sampling.integers[:, req_indices] = integer_values[:, 5:7].T
+    sampling.coupled[req_indices] = integer_values[:, 7].bool()
+    sampling.rules.least[req_indices] = integer_values[:, 8]
     sampling.numbers[:, req_indices] = real[:, :3].T
     sampling.rules.penalties[req_indices] = real[:, 3:]
     write_biases(sampling.rules, requests, req_indices, next(parts), next(parts), floats(next(parts)))

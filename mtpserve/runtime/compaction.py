@@ -9,7 +9,7 @@ from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch, Hidden, VerifyOutput
 from mtpserve.runtime.device_requests import DeviceRequests
-from mtpserve.runtime.inputs import RowLayout, place, without_stores
+from mtpserve.runtime.inputs import RowLayout, build_chains, without_stores
 
 # Fields of a batch that follow from where its rows are.
 PLACED = (
@@ -45,7 +45,7 @@ def compact(
     assert verify_output.path is not None
     depth = verify_output.path.shape[1] - 1
     start = batch.token_indices[batch.query_start_loc[:-1]]
-    chains = place(layout, req_tensors, batch.req_indices, batch.sampler, start)
+    chains = build_chains(layout, req_tensors, batch.req_indices, batch.sampler, start)
     # Verification has used up the drafts. What the batch says of the next ones stays.
     chained = batch._replace(
         **{name: getattr(chains, name) for name in PLACED},

@@ -63,13 +63,13 @@ class DeviceRequests:
     ) -> None:  # fmt: skip
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
         self.padding_slots, self._slots_of = [page * page_size for page in spare_pages], kernels.slots
-        self._place, self._advance = (
+        self._place_rows, self._advance = (
             kernels.place or partial(reference.place, slots_of=kernels.slots),
             kernels.advance,
         )
         self._hold, self._result_table = kernels.hold, kernels.result_table
         self._following = kernels.following or partial(reference.following, slots_of=kernels.slots)
-        whole, drafts = max_len + sizes.num_lookahead_tokens(in_flight), sizes.nodes
+        num_columns, drafts = max_len + sizes.num_lookahead_tokens(in_flight), sizes.nodes
 
         # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler
         # along: seconds of imports.
@@ -77,7 +77,7 @@ class DeviceRequests:
             return torch.full(shape, fill, dtype=torch.int64, device=device)
 
         seats += 1
-        self.tokens = integers(seats, whole)
+        self.tokens = integers(seats, num_columns)
         # One column is written at admission; each row has its name.
         self.counts = integers(5, seats)
         self.num_tokens, self.num_computed_tokens, self.prompt, self.limit, self.num_draft_tokens = (
@@ -87,7 +87,7 @@ class DeviceRequests:
         write(self.counts[:, self.padding], (1, 0, 1, 1, 0))
         self.stops = integers(seats, STOPS, fill=-1)
         self.done = torch.ones(seats, dtype=torch.bool, device=device)
-        self.block_tables = integers(len(spare_pages), seats, -(-whole // page_size))
+        self.block_tables = integers(len(spare_pages), seats, -(-num_columns // page_size))
         for table, page in zip(self.block_tables, spare_pages, strict=True):
             table.fill_(page)
         self._rows = reference.RequestTable(
@@ -101,8 +101,8 @@ class DeviceRequests:
             else None
         )
         if self.draft_tree is not None:
-            for part, row in zip(self.draft_tree, chain_rows(drafts), strict=True):
-                write(part, row)
+            for tensor, row in zip(self.draft_tree, chain_rows(drafts), strict=True):
+                write(tensor, row)
         self.draft_sources = integers(seats, drafts)
         # Seats whose waiting drafts are not a chain; known on the host. All other rows of `draft_tree` are
         # chains, and their sources MTP, unless the drafter always names others.
@@ -120,7 +120,7 @@ class DeviceRequests:
             self.draft_probs,
             self.draft_sources,
         )
-        return sum(part.nbytes for part in (*tensors, *(self.draft_tree or ())))
+        return sum(tensor.nbytes for tensor in (*tensors, *(self.draft_tree or ())))
 
     def predict(self, req_idx: int, prediction: Tensor) -> None:
         """What the output of the request in this seat probably repeats [n]; empty: nothing."""
@@ -150,10 +150,10 @@ class DeviceRequests:
 
     def waiting_tree(self, req_indices: Tensor, drafts: int) -> Tree:
         assert self.draft_tree is not None
-        parents, ancestors, depths = (part[req_indices] for part in self.draft_tree)
+        parents, ancestors, depths = (tensor[req_indices] for tensor in self.draft_tree)
         return Tree(parents[:, :drafts], ancestors[:, : drafts + 1], depths[:, : drafts + 1])
 
-    def place(
+    def place_rows(
         self,
         req_indices: Tensor,
         row_span: Tensor,
@@ -164,7 +164,7 @@ class DeviceRequests:
         start: Tensor | None = None,
     ) -> reference.PlacedRows:
         """The rows of a step: see mtpserve_kernels.requests.reference.place."""
-        return self._place(
+        return self._place_rows(
             self._rows, req_indices, row_span, offset, query_start_loc, drafts, samples, start=start
         )
 
@@ -204,8 +204,8 @@ class DeviceRequests:
             self.num_draft_tokens.index_fill_(0, req_indices, 0)
             return
         number = drafts.tokens.shape[1]
-        drawn = None if drafts.probs is None else (drafts.probs, self.draft_probs)
-        self._hold(self._rows, req_indices, drafts.tokens, drafts.num_draft_tokens, drawn)
+        draft_probs = None if drafts.probs is None else (drafts.probs, self.draft_probs)
+        self._hold(self._rows, req_indices, drafts.tokens, drafts.num_draft_tokens, draft_probs)
         if drafts.sources is not None:
             self.draft_sources[req_indices, :number] = drafts.sources
         elif trees:

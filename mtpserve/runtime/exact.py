@@ -38,8 +38,10 @@ class ExactModel:
         heads, fed = list[Tensor](), list[Tensor]()
         for start in range(0, len(ids), TILE):
             stop = min(start + TILE, len(ids))
-            part = part_of(contexts, start, stop, TILE)
-            hidden = self.model.trunk(tile(ids[start:stop]), tile(positions[start:stop]), part, features)
+            chunk_contexts = part_of(contexts, start, stop, TILE)
+            hidden = self.model.trunk(
+                tile(ids[start:stop]), tile(positions[start:stop]), chunk_contexts, features
+            )
             heads.append(hidden.head[: stop - start])
             if hidden.features is not None:
                 fed.append(hidden.features[: stop - start])
@@ -55,4 +57,4 @@ def tile(rows: Tensor) -> Tensor:
 
 
 def in_tiles(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    return torch.cat([function(tile(part))[: len(part)] for part in rows.split(TILE)])
+    return torch.cat([function(tile(chunk))[: len(chunk)] for chunk in rows.split(TILE)])

@@ -60,7 +60,7 @@ def row_layout(layout: Layout, device: torch.device, depth: int | None = None) -
         sample_rows += [last + min(i, drafts) for i in range(widest + 1)]
         ends.append(ends[-1] + width)
     lengths, counts, samples = ([int(span[i]) for span in layout] for i in range(3))
-    spans, offsets, nodes, query_start_loc, whole, count, lasts, sampled, sampling = staged(
+    spans, offsets, nodes, query_start_loc, num_tokens, count, lasts, sampled, sampling = staged(
         [row_span, offset, node, ends, lengths, counts, last_row, sample_rows, samples], device
     )
     short = None if depth is None else row_layout(tuple((n, min(d, depth), s) for n, d, s in layout), device)
@@ -69,7 +69,7 @@ def row_layout(layout: Layout, device: torch.device, depth: int | None = None) -
         offsets,
         nodes,
         query_start_loc,
-        whole,
+        num_tokens,
         count,
         lasts,
         sampled.view(-1, widest + 1),
@@ -107,7 +107,7 @@ def build(
     layout: RowLayout, req_tensors: DeviceRequests, req_indices: Tensor, sampler: Sampler, has_trees: bool
 ) -> Batch:
     """The rows after what is computed, of chains or trees."""
-    batch = place(layout, req_tensors, req_indices, sampler)
+    batch = build_chains(layout, req_tensors, req_indices, sampler)
     if not has_trees or layout.widest == 0:
         return batch
     tree = req_tensors.waiting_tree(req_indices, layout.widest)
@@ -132,7 +132,7 @@ def without_stores(batch: Batch, spans: Tensor | None) -> Batch:
     )
 
 
-def place(
+def build_chains(
     layout: RowLayout,
     req_tensors: DeviceRequests,
     req_indices: Tensor,
@@ -141,7 +141,7 @@ def place(
 ) -> Batch:
     """The rows of `layout` from `start` [R] on, or from what is computed, as if all drafts were chains."""
     # The host's counts are bounds.
-    ids, index, slots, token_req_indices, seq_lens, num_draft_tokens, samples = req_tensors.place(
+    ids, index, slots, token_req_indices, seq_lens, num_draft_tokens, samples = req_tensors.place_rows(
         req_indices,
         layout.row_span,
         layout.offset,

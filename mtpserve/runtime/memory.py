@@ -66,11 +66,11 @@ Sizes = Callable[[int], int]  # running requests → bytes
 def state_sizes(arch: ModelArch, itemsize: int, ring: int) -> tuple[int, int]:
     """Bytes of one request in all recurrent layers: its state, and what waits with `ring` rows in
     addition."""
-    state = waiting = 0
+    state = ring_bytes = 0
     for kind in recurrent_kinds(arch.layers):
         state += 4 * kind.numbers + itemsize * (kind.taps - 1) * kind.channels
-        waiting += ring * (itemsize * kind.channels + 4 * 2 * kind.value_heads)
-    return state, waiting
+        ring_bytes += ring * (itemsize * kind.channels + 4 * 2 * kind.value_heads)
+    return state, ring_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def page_shares(arch: ModelArch, sizes: TokenSizes, page_size: int, beyond: int)
     """`beyond`: tokens of a request that are held beside its window."""
     shares = []
     for window in page_groups(arch.layers):
-        token = sum(sizes.token(kind) for kind in attention_kinds(arch.layers) if kind.held == window)
+        token = sum(sizes.token(kind) for kind in attention_kinds(arch.layers) if kind.kv_window == window)
         if window is None:
             token += sum(sizes.part_of_entry(kind) for kind in attention_kinds(arch.layers))
         max_tokens = None if window is None else (columns(window + beyond, page_size) + 1) * page_size
@@ -100,23 +100,25 @@ def page_shares(arch: ModelArch, sizes: TokenSizes, page_size: int, beyond: int)
 class TokenSizes:
     """Bytes of one token in one layer."""
 
-    stored: torch.dtype  # the type of keys and values
+    kv_dtype: torch.dtype  # the type of keys and values
     itemsize: int  # bytes of a number that is not rounded
 
     def token(self, kind: Attention) -> int:
-        return kind.numbers * self.stored.itemsize + self.scale(kind.index_dim) + kind.inputs * self.itemsize
+        return (
+            kind.numbers * self.kv_dtype.itemsize + self.scale(kind.index_dim) + kind.inputs * self.itemsize
+        )
 
     def entry(self, kind: Attention) -> int:
         """Bytes of an entry, which stands for several tokens."""
         return (
             0
             if kind.compressed is None
-            else kind.entry * self.stored.itemsize + self.scale(kind.compressed.index_dim)
+            else kind.entry * self.kv_dtype.itemsize + self.scale(kind.compressed.index_dim)
         )
 
     def scale(self, index_dim: int) -> int:
         """Bytes of an index key's scale."""
-        return SCALE_BYTES if index_dim and self.stored == FP8 else 0
+        return SCALE_BYTES if index_dim and self.kv_dtype == FP8 else 0
 
     def part_of_entry(self, kind: Attention) -> int:
         """Rounded up; 0: the layer has none."""
@@ -193,16 +195,16 @@ def memory_budget(config: EngineConfig, device: torch.device) -> int:
 
 
 def plan_memory(
-    config: EngineConfig, arch: ModelArch, stored: torch.dtype, device: torch.device, fixed: Fixed,
+    config: EngineConfig, arch: ModelArch, kv_dtype: torch.dtype, device: torch.device, fixed: Fixed,
     lookahead: int, state: Sizes,
     tables: Sizes,
 ) -> MemoryPlan:  # fmt: skip
-    """`stored`: what keys and values are stored in. `state` is what every seat has, `tables` what seats get
+    """`kv_dtype`: what keys and values are stored in. `state` is what every seat has, `tables` what seats get
     once a request has a penalty or a bias. Raises NoRoom where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
     width = arch.features.width(arch.hidden, arch.residual // arch.hidden)
-    boundary, sizes = width * fixed.itemsize, TokenSizes(stored, fixed.itemsize)
+    boundary, sizes = width * fixed.itemsize, TokenSizes(kv_dtype, fixed.itemsize)
     shares = page_shares(arch, sizes, page_size, scheduler.step_tokens + lookahead)
     shares[0] = replace(shares[0], token=shares[0].token + columns(boundary, page_size))
     token, ahead = sum(share.token for share in shares), lookahead
@@ -251,8 +253,8 @@ def require_memory(plan: MemoryPlan, config: EngineConfig, device: torch.device)
         usable_memory(device, config.parallel.ranks),
         [row for row in plan.rows if not row[0].endswith(ESTIMATE)],
     )
-    needed = sum(size for _, size in sure)
-    if needed <= there:
+    required_bytes = sum(size for _, size in sure)
+    if required_bytes <= there:
         return
     what, max_bytes = max(sure, key=lambda row: row[1])
     advice = (
@@ -262,7 +264,7 @@ def require_memory(plan: MemoryPlan, config: EngineConfig, device: torch.device)
     )
     gib = 2**30
     raise NoRoom(
-        f"{needed / gib:,.1f} GiB are needed, of which {what} takes {max_bytes / gib:,.1f}, and "
+        f"{required_bytes / gib:,.1f} GiB are needed, of which {what} takes {max_bytes / gib:,.1f}, and "
         f"there are {there / gib:,.1f}: {advice}"
     )
 
@@ -318,7 +320,7 @@ def kv_rows(
     rows, all_ahead = [], 0
     windows = page_groups(arch.layers)
     for kind in dict.fromkeys(attention_kinds(arch.layers)):
-        tokens, layers = pages[windows.index(kind.held)] * page_size, arch.layers.count(kind)
+        tokens, layers = pages[windows.index(kind.kv_window)] * page_size, arch.layers.count(kind)
         size = layers * sizes.token(kind)
         num_lookahead_tokens = min(running * ahead, tokens) if kind.window is None else 0
         rows.append(

@@ -62,7 +62,7 @@ def parts_of(stores: Stores, group: int, boundary: BoundaryRows | None) -> list[
 
 def block_bytes(parts: Seq[Tensor]) -> int:
     """Bytes of one page."""
-    return sum(part.shape[0] * part.shape[2] for part in parts)
+    return sum(tensor.shape[0] * tensor.shape[2] for tensor in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class GroupBlocks:
     def pieces(self, page: int, block: int) -> list[tuple[Tensor, Tensor]]:
         """Views [layers, bytes] of the device's page and of the block, part by part."""
         pairs, start = list[tuple[Tensor, Tensor]](), 0
-        for part in self.parts:
-            layers, _, size = part.shape
+        for tensor in self.parts:
+            layers, _, size = tensor.shape
             pairs.append(
-                (part[:, page], self.rank_blocks[block, start : start + layers * size].view(layers, size))
+                (tensor[:, page], self.rank_blocks[block, start : start + layers * size].view(layers, size))
             )
             start += layers * size
         return pairs
@@ -114,14 +114,14 @@ class Ended:
 class PulledPage:
     """One page of those that are read from another node together."""
 
-    whole: Future[Fetched]
+    future: Future[Fetched]
     index: int
 
     def done(self) -> bool:
-        return self.whole.done()
+        return self.future.done()
 
     def result(self) -> tuple[str, float]:
-        fetched = self.whole.result()
+        fetched = self.future.result()
         return fetched.missing[self.index], fetched.seconds / len(fetched.missing)
 
 
@@ -220,8 +220,8 @@ def host_blocks(parts: Seq[Seq[Tensor]], counts: Seq[int]) -> list[Tensor]:
     """So many blocks of each group, [blocks, bytes] uint8 in memory that is the process's own."""
     cuda = parts[0][0].is_cuda
     return [
-        torch.empty(count, block_bytes(part), dtype=torch.uint8, pin_memory=cuda)
-        for part, count in zip(parts, counts, strict=True)
+        torch.empty(count, block_bytes(group_tensors), dtype=torch.uint8, pin_memory=cuda)
+        for group_tensors, count in zip(parts, counts, strict=True)
     ]
 
 
@@ -261,14 +261,14 @@ class Transfers:
 
     def _pull(self, source: PageSource, pages: Seq[Transfer]) -> None:
         assert self._remote is not None
-        wanted = [
+        targets = [
             WantedPage(
                 transfer.group, transfer.key, self.groups[transfer.group].blocks[transfer.block].numpy()
             )
             for transfer in pages
         ]
-        whole = _in_thread(partial(self._remote.fetch, source, wanted))
-        self._moving += [(transfer, PulledPage(whole, index)) for index, transfer in enumerate(pages)]
+        future = _in_thread(partial(self._remote.fetch, source, targets))
+        self._moving += [(transfer, PulledPage(future, index)) for index, transfer in enumerate(pages)]
 
     def ended(self, idle: bool) -> list[Transferred]:
         """The transfers that have ended since the last call. `idle`: there is no other work, so it waits for

@@ -53,17 +53,19 @@ class RunnerOutput:
         )
         for (_, _, request), result in zip(self.spans, results, strict=True):
             request.tokens += result.tokens
-        return {place: result for (place, _, _), result in zip(self.spans, results, strict=True)}
+        return {index: result for (index, _, _), result in zip(self.spans, results, strict=True)}
 
 
 def downloads(scores: Logprobs | None) -> tuple[Download, ...]:
     if scores is None:
         return ()
-    return tuple(Download(part) for part in (scores.token_logprobs, scores.ranks, scores.top_ids, scores.top))
+    return tuple(
+        Download(tensor) for tensor in (scores.token_logprobs, scores.ranks, scores.top_ids, scores.top)
+    )
 
 
 def logprobs_of(parts: Seq[Download]) -> Logprobs:
-    return Logprobs(*(part.wait() for part in parts))
+    return Logprobs(*(download.wait() for download in parts))
 
 
 def span_results(
@@ -135,11 +137,14 @@ def prompt_logprobs(
             after = upload([request.tokens[span.start + 1 : span.start + rows + 1]], hidden.head.device)
             slices = zip(hidden.head[first : first + rows].split(SCORED), after.split(SCORED, 1), strict=True)
             scored = [
-                ranked(model.logits(part).log_softmax(-1).unsqueeze(0), tokens, top)
-                for part, tokens in slices
+                ranked(model.logits(chunk).log_softmax(-1).unsqueeze(0), tokens, top)
+                for chunk, tokens in slices
             ]
             by_span[r] = Logprobs(
-                *(torch.cat([getattr(part, field.name) for part in scored], 1) for field in fields(Logprobs))
+                *(
+                    torch.cat([getattr(chunk_logprobs, field.name) for chunk_logprobs in scored], 1)
+                    for field in fields(Logprobs)
+                )
             )
         first += span.num_rows
     return by_span

@@ -50,11 +50,11 @@ class LaunchedStep:
     ended: Moment | None = None
 
     def result(self) -> StepResult:
-        by_place = {place: SpanResult([], 0, 0, error=request.error) for place, _, request in self.refused}
+        by_place = {index: SpanResult([], 0, 0, error=request.error) for index, _, request in self.refused}
         for output in self.outputs:
             by_place |= output.read()
         ended = [] if self.transfers is None else self.transfers.ended(idle=not by_place)
-        return StepResult([by_place[place] for place in range(len(by_place))], ended)
+        return StepResult([by_place[index] for index in range(len(by_place))], ended)
 
 
 class Runner:
@@ -109,7 +109,7 @@ class Runner:
             assert self.transfers is not None
             self.transfers.start(plan.transfers)
         self.admit(plan)
-        spans = [(place, span, self.requests[span.req_idx]) for place, span in enumerate(plan.spans)]
+        spans = [(index, span, self.requests[span.req_idx]) for index, span in enumerate(plan.spans)]
         for _, _, request in spans:
             if request.grammar is not None:
                 self.follow(request)
@@ -128,7 +128,7 @@ class Runner:
         if (graphs := self.graphs) is None:
             return [self.run(spans, draft_depth)]
         decoding = [span for span in spans if self.replayable(span)][: graphs.max_batch_size]
-        places = {place for place, _, _ in decoding}
+        places = {index for index, _, _ in decoding}
         others = [span for span in spans if span[0] not in places]
         prompts = others if all(map(self.ends_prompt, others)) else []
         chains = self.req_tensors.branching.isdisjoint(plan.req_idx for _, plan, _ in spans)
@@ -177,8 +177,8 @@ class Runner:
         stored."""
         _, plan, request = span
         scored = request.sampling.prompt_logprobs is not None
-        stored = plan.start >= request.new_request.num_shared_tokens
-        new_rows = plan.num_draft_tokens == 0 and not plan.defers_kv and stored
+        is_stored = plan.start >= request.new_request.num_shared_tokens
+        new_rows = plan.num_draft_tokens == 0 and not plan.defers_kv and is_stored
         return new_rows and not scored and self.is_plain(plan, request)
 
     def is_plain(self, plan: SpanPlan, request: RunnerRequest) -> bool:
@@ -327,7 +327,7 @@ class Runner:
 def checkpoint_numbers(plans: Seq[SpanPlan]) -> list[list[int]]:
     """Two lists with a number for each span: tokens before the checkpoint, and the checkpoint's number."""
     checkpoints = [plan.checkpoint or (0, 0) for plan in plans]
-    return [[tokens for tokens, _ in checkpoints], [place for _, place in checkpoints]]
+    return [[tokens for tokens, _ in checkpoints], [number for _, number in checkpoints]]
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ from mtpserve.core.protocols.attention import AttentionBackend
 from mtpserve.core.protocols.models import Drafter, Trunk
 from mtpserve.runtime.compaction import compact
 from mtpserve.runtime.device_requests import DeviceRequests
-from mtpserve.runtime.inputs import RowLayout, place
+from mtpserve.runtime.inputs import RowLayout, build_chains
 from mtpserve.spec.verify.accept import LOSSLESS, Verify, accept
 from mtpserve.spec.verify.thresholds import Thresholds
 
@@ -32,7 +32,7 @@ def sample_hidden(head: Tensor, batch: Batch) -> Tensor:
     return head.index_select(0, batch.sample_rows.flatten())
 
 
-def unmarked(part: str) -> None:
+def unmarked(stage: str) -> None:
     """Nobody measures."""
 
 
@@ -64,7 +64,7 @@ class Step:
         # What has ended is not to be written to: its pages may be others'.
         req_indices = req_indices.masked_fill(self.req_tensors.done[req_indices], self.req_tensors.padding)
         start = (self.req_tensors.num_computed_tokens[req_indices] - layout.num_tokens).clamp(min=0)
-        self.drafter.store_deferred_kv(place(layout, self.req_tensors, req_indices, sampler, start))
+        self.drafter.store_deferred_kv(build_chains(layout, self.req_tensors, req_indices, sampler, start))
 
     def forward(self, batch: Batch) -> tuple[Hidden, VerifyOutput, Tensor]:
         """Returns the rows' hidden states, what was accepted, and the table for the host: its copy can start

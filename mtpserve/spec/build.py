@@ -82,10 +82,10 @@ def reduced_head(trunk: Trunk, model: DraftModel, token_map: list[int] | None) -
         return ReducedHead(model_tokens, trunk.arch.vocab, model.logits)
     if token_map is None:
         return None
-    whole = cast(DecoderModel, trunk)
-    tokens = torch.tensor(token_map, device=whole.norm.weight.device)
+    decoder = cast(DecoderModel, trunk)
+    tokens = torch.tensor(token_map, device=decoder.norm.weight.device)
     log.info("the draft head has %d of %d tokens", len(tokens), trunk.arch.vocab)
-    multiply = whole.logits_of(tokens)
+    multiply = decoder.logits_of(tokens)
     return ReducedHead(tokens, trunk.arch.vocab, lambda head, depth: multiply(head))
 
 

@@ -86,8 +86,8 @@ def draft_chain(
         req_tensors.num_tokens,
         req_tensors.block_tables[chain_info.group],
     )
-    drawn = not sampler.all_greedy and not sampler.all_coupled
-    return chain.drafts(chain_info.chain, steps, step_rows, features, *where, sampling, drawn)
+    is_sampled = not sampler.all_greedy and not sampler.all_coupled
+    return chain.drafts(chain_info.chain, steps, step_rows, features, *where, sampling, is_sampled)
 
 
 def described(passes: DraftPasses) -> DescribedChain:

@@ -219,7 +219,7 @@ def owner_of(module: nn.Module, name: str) -> nn.Module:
 def shard_of(
     name: str, whole: tuple[int, ...], local: tuple[int, ...], of_whole: Any, of_own: Any, ranks: Ranks
 ) -> Shard:
-    leaf, held = name.rpartition(".")[2], getattr(of_own, "held", None)
+    leaf, held = name.rpartition(".")[2], getattr(of_own, "expert_ids", None)
     if held is None and leaf in getattr(of_own, "added_once", ()) and divided(of_whole, of_own):
         return Shard((once(whole[0], ranks), *map(replicated, whole[1:])))
     if whole != local and getattr(of_own, "shared_tokens", False):

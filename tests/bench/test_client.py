@@ -56,7 +56,7 @@ def test_one_request() -> None:
     assert [arrival.tokens for arrival in made.arrivals] == [1, 2] and made.failure is None and made.text == "ab c"
     assert (made.prompt_tokens, made.output_tokens, made.cached_tokens, made.finish) == (5, 3, 2, "length")
     assert (made.meant, made.max_tokens, made.category) == (5, 8, "c")
-    assert made.sent.planned <= made.sent.ready <= made.sent.at <= made.arrivals[0].time <= made.arrivals[1].time <= made.end
+    assert made.sent.planned_at <= made.sent.ready <= made.sent.at <= made.arrivals[0].time <= made.arrivals[1].time <= made.end
 
 
 def test_conversations() -> None:

@@ -8,7 +8,7 @@ from random import Random
 import numpy
 import pytest
 
-from mtpserve.tools.bench.dataset.arrivals import planned
+from mtpserve.tools.bench.dataset.arrivals import arrival_times
 from mtpserve.tools.bench.serve.measured import Arrival, Failure, Measured, OwnFigures, Sent, shares
 from mtpserve.tools.bench.serve.run import RawRun
 from mtpserve.tools.bench.serve.summary import Summary, SummaryOptions, peak_of, percentile, spread, summarise
@@ -132,13 +132,13 @@ def test_the_knee_is_the_largest_power() -> None:
 
 
 def test_times_are_drawn_in_advance() -> None:
-    times = planned(1000, 4.0, 1.0, Random(1))
-    assert times == planned(1000, 4.0, 1.0, Random(1)) != planned(1000, 4.0, 1.0, Random(2))
+    times = arrival_times(1000, 4.0, 1.0, Random(1))
+    assert times == arrival_times(1000, 4.0, 1.0, Random(1)) != arrival_times(1000, 4.0, 1.0, Random(2))
     assert list(times) == sorted(times) and times[-1] == pytest.approx(250.0)
-    assert planned(3, float("inf"), 1.0, Random(1)) == (0, 0, 0) and planned(0, 1.0, 1.0, Random(1)) == ()
+    assert arrival_times(3, float("inf"), 1.0, Random(1)) == (0, 0, 0) and arrival_times(0, 1.0, 1.0, Random(1)) == ()
 
     def variation(burstiness: float) -> float:
-        gaps = numpy.diff(planned(4000, 4.0, burstiness, Random(1)))
+        gaps = numpy.diff(arrival_times(4000, 4.0, burstiness, Random(1)))
         return float(gaps.std() / gaps.mean())
 
     # Of a gamma distribution: 1 / sqrt(burstiness).

@@ -46,8 +46,8 @@ def test_the_wait_for_a_slot_is_no_lateness() -> None:
 def test_turns_follow_each_other_with_the_servers_answers() -> None:
     client = FakeClient(FakeClock())
     made = sent(Load((1.0,), pause=3.0), client, AskedConversation((AskedTurn("a"), AskedTurn("b"), AskedTurn("c"))))
-    assert [each.sent.at for each in made] == [1, 5, 9] and [each.sent.planned for each in made] == [1, 5, 9]
-    assert [history.said for _, history in client.asked] == [(), (("a", "!"),), (("a", "!"), ("b", "!"))]
+    assert [each.sent.at for each in made] == [1, 5, 9] and [each.sent.planned_at for each in made] == [1, 5, 9]
+    assert [history.exchanges for _, history in client.asked] == [(), (("a", "!"),), (("a", "!"), ("b", "!"))]
 
 
 def test_turns_after_a_failure_have_failed_too() -> None:

@@ -40,12 +40,12 @@ def test_a_long_request_moves_through_a_window() -> None:
     assert held[0].first == 0 and len(held[0].pages) == 26
     groups.release(held)
     groups.check_integrity([[]])
-    assert groups.used == 0
+    assert groups.num_used_pages == 0
 
 
 def test_nothing_is_taken_where_one_group_lacks_pages() -> None:
     for groups in (made(full=25), made(window=5)):
-        assert groups.seat([], 0, 100, AHEAD) is None and groups.used == 0
+        assert groups.seat([], 0, 100, AHEAD) is None and groups.num_used_pages == 0
 
 
 def test_what_is_shared_is_held_by_both() -> None:
@@ -94,10 +94,10 @@ def test_equal_pages_are_held_once() -> None:
     groups, keys = made(), [b"0", b"1"]
     one, other = groups.seat([], 0, 8, AHEAD), groups.seat([], 0, 8, AHEAD)
     assert one is not None and other is not None
-    used = groups.used
+    used = groups.num_used_pages
     assert not groups.label(one, keys, 0, 2)
     assert groups.label(other, keys, 0, 2)
-    assert groups.used == used - 4 and [each.planned_end for each in other] == [0, 0]
+    assert groups.num_used_pages == used - 4 and [each.planned_end for each in other] == [0, 0]
     groups.check_integrity([one, other])
 
 
@@ -132,7 +132,7 @@ def test_a_state_is_the_page_of_the_column_before() -> None:
     labelled(groups, 0, keys)
     assert groups.matched(keys) == 0 and groups.matched_without_states(keys) == 6
     labelled(groups, 1, [keys[3]])
-    assert groups.matched(keys) == 4 and groups.needed(4) == [range(4), range(3, 4)]
+    assert groups.matched(keys) == 4 and groups.required_columns(4) == [range(4), range(3, 4)]
     held = groups.seat(keys[:4], 16, 40, AHEAD)
     assert held is not None and groups.state_of(held) == groups.groups[1].allocator.find(keys[3])
     # The one that it starts from stays until the next step is planned; another may be kept meanwhile, and no third one.

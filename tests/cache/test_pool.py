@@ -23,7 +23,7 @@ GQA, LATENT = KVLayout("gqa", 2, 8, 8), KVLayout("mla", 1, 24, 16)
 
 
 def pool(layout: KVLayout, stored: torch.dtype = FP8) -> KVPool:
-    return KVPool(layout, 2, 3, 4, torch.float32, torch.device("cpu"), poison=True, stored=stored)
+    return KVPool(layout, 2, 3, 4, torch.float32, torch.device("cpu"), poison=True, kv_dtype=stored)
 
 
 def rows(layout: KVLayout, count: int) -> tuple[Tensor, Tensor | None]:
@@ -91,7 +91,7 @@ def test_the_plan_and_the_stores_agree(monkeypatch: pytest.MonkeyPatch, tmp_path
         config = EngineConfig(
             model=ModelConfig(dtype="float32", device="cpu", **model), cache=CacheConfig(max_total_tokens=256, kv_cache_dtype=dtype)
         )
-        sizes[dtype] = sum(size for what, size in build.planned_for(config).memory.rows if "KV" in what or "entries" in what)
+        sizes[dtype] = sum(size for what, size in build.plan_engine(config).memory.rows if "KV" in what or "entries" in what)
         build.build_engine(config)
         assert made[-1] == sizes[dtype]
     assert sizes["auto"] > sizes["bfloat16"] > sizes["fp8"] == sizes["fp8_e4m3"]
@@ -120,7 +120,7 @@ def test_index_keys_are_stored_beside_the_keys() -> None:
 def test_index_keys_in_float8_have_a_scale_each() -> None:
     """Keys of any size keep 4 bits of each number, NaN is not lost; scales move with their keys, and are counted."""
     kind = Attention(LATENT, selected=Selected(5, 12))
-    stores = Stores([kind] * 2, (3,), 4, torch.float32, torch.device("cpu"), poison=True, stored=torch.float8_e4m3fn)
+    stores = Stores([kind] * 2, (3,), 4, torch.float32, torch.device("cpu"), poison=True, kv_dtype=torch.float8_e4m3fn)
     assert stores.nbytes == 2 * 12 * (kind.numbers + 4)
     keys = torch.randn(10, 1, 12, generator=torch.Generator().manual_seed(0))
     keys *= torch.tensor([1, 448, 449, 1e-6, 1e-30, 1e30, 1e38, 2**-9, 0, torch.nan]).view(-1, 1, 1)
@@ -144,9 +144,9 @@ def test_layers_of_one_kind_share_a_store() -> None:
     assert [len(store.pool.k) for store in stores.stores] == [3, 2, 1] and stores.groups == [0, 1]
     assert stores.places == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2)]
     assert stores.nbytes == 4 * 4 * (2 * (3 * GQA.numbers + LATENT.numbers) + 3 * 2 * GQA.numbers)
-    rest = stores.part(slice(3, None))  # latent, window, full
+    rest = stores.select_layers(slice(3, None))  # latent, window, full
     assert [store.kind for store in rest.stores] == [full, window, latent] and rest.places == [(2, 0), (1, 1), (0, 2)]
-    assert stores.part(slice(2, 3)).stores == [stores.stores[0]] and stores.part(slice(2, 3)).places == [(0, 1)]
+    assert stores.select_layers(slice(2, 3)).stores == [stores.stores[0]] and stores.select_layers(slice(2, 3)).places == [(0, 1)]
     stores.clear_last()
     for kind, pool, *_ in stores.stores:
         last = 8 if kind is window else 4
@@ -159,7 +159,7 @@ def test_layers_of_one_kind_share_a_store() -> None:
 def test_entries_are_in_the_pages_of_full_attention() -> None:
     """Pages of 4 tokens have 2 entries, and the last page is the one that pads; 2 seats with 3 nodes each have places beyond them."""
     kind = Attention(LATENT, 3, compressed=Compressed(2, overlap=True, selected=Selected(1, 6)))
-    stores = Stores([kind, kind], (3, 2), 4, torch.float32, torch.device("cpu"), poison=True, stored=torch.bfloat16, nodes=(2, 3))
+    stores = Stores([kind, kind], (3, 2), 4, torch.float32, torch.device("cpu"), poison=True, kv_dtype=torch.bfloat16, nodes=(2, 3))
     assert page_groups([kind]) == (None, 4) and stores.groups == [1] and tokens_of_entries([kind, kind]) == 2
     [one] = stores.stores
     assert one.entries is not None and one.pool.inputs is not None and one.entries.index is not None

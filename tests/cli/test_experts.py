@@ -9,7 +9,7 @@ import pytest
 
 from mtpserve.cli.main import main
 from mtpserve.core.errors import ConfigError
-from mtpserve.runtime.parallel.placement import ExpertPlacement, balanced, imbalance, in_order, read
+from mtpserve.runtime.parallel.placement import ExpertPlacement, balanced, imbalance, in_order, read_owners
 
 
 def test_loads_are_added_up_and_experts_placed_by_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,7 +18,7 @@ def test_loads_are_added_up_and_experts_placed_by_them(tmp_path: Path, capsys: p
     files[1].write_text(json.dumps({"1": [0, 10, 40, 30], "2": [1, 1, 1, 1]}))
     made = tmp_path / "map.json"
     assert main(["experts", *map(str, files), "--engines", "2", "--output", str(made)]) == 0
-    owners = read(str(made), 2, {1: 4, 2: 4, 3: 4})
+    owners = read_owners(str(made), 2, {1: 4, 2: 4, 3: 4})
     assert owners[1] == [0, 1, 1, 0] and sorted(owners[2]) == [0, 0, 1, 1]
     layer, *_, mean = capsys.readouterr().out.splitlines()[1:]
     assert layer.split() == ["1", "220", "1.36", "1.09"] and mean.split() == ["mean", "1.18", "1.05"]
@@ -57,7 +57,7 @@ def test_what_is_no_map(tmp_path: Path, text: str, error: str) -> None:
     file = tmp_path / "map.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=error):
-        read(str(file), 2, {1: 4})
+        read_owners(str(file), 2, {1: 4})
 
 
 def test_what_is_no_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

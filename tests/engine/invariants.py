@@ -136,7 +136,7 @@ class WatchedScheduler(Scheduler):
         """Everybody has ended: every page and seat is free."""
         check_integrity(self)
         assert not self.live and not self.running and not self.waiting
-        assert self.pages.used == 0 and self.num_free_slots == self._options["max_running"]
+        assert self.pages.num_used_pages == 0 and self.num_free_slots == self._options["max_running"]
         assert not self.prefixes._pending_keys, "pages are waited for that nobody computes"
         if self.kv_connector is not None:
             assert not self.kv_connector.pending and not any(pins for host in self.kv_connector.groups for pins in host.pins)

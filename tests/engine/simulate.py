@@ -47,7 +47,7 @@ def simulate(
     made = Simulation(scheduler, groups, device, overlap=overlap, cached=cached, transfers=transfers, watch=scheduler.watch)
     result = made.run(conversations)
     scheduler.check_empty()
-    assert result.finished + result.left + result.refused == result.requests, "somebody did not end"
+    assert result.finished + result.num_left + result.refused == result.requests, "somebody did not end"
     return result, scheduler
 
 
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     profile.disable()
     took = perf_counter() - began
     print(f"{result.requests:,} requests in {result.steps:,} steps: {took:.1f} s; everything checked after {scheduler.checked:,} steps")
-    print(f"hit rate {result.hit_rate:.1%} of {result.ideal_hit_rate:.1%}, {result.preemptions:,} preemptions, {result.left:,} left, "
+    print(f"hit rate {result.hit_rate:.1%} of {result.ideal_hit_rate:.1%}, {result.preemptions:,} preemptions, {result.num_left:,} left, "
           f"{result.refused:,} refused, at most {result.pages_peak} pages; {result.output_tokens / result.seconds:,.0f} tok/s of "
           f"{result.rows / result.steps:.0f} rows a step, first token after {percentile(result.first_token, 0.5):.3f} s "
           f"(p99 {percentile(result.first_token, 0.99):.3f} s)")  # fmt: skip

@@ -17,7 +17,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.startup import drafter
 from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.draft_model import drafts_itself
-from mtpserve.engine.startup.drafter import planned
+from mtpserve.engine.startup.drafter import plan_engine
 from mtpserve.engine.startup.planning import Plan
 from mtpserve.tools.inspect.checkpoint import inspect_model
 from tests.models.checkpoints import Tiny, deepseek, llama, mimo, write, write_nextn
@@ -84,25 +84,25 @@ def test_an_mtp_layer_drafts_and_one_line_says_why(tmp_path: Path, make: Make, c
 
 
 def test_a_family_without_one_is_plain(tmp_path: Path) -> None:
-    made = planned(config_of(llama(tmp_path).directory))
+    made = plan_engine(config_of(llama(tmp_path).directory))
     assert made.drafting == f"none, plain decoding: {tmp_path}: a LlamaForCausalLM has no MTP layer" and not made.left_out
     assert made.config.spec.named and made.config.spec.steps == 0
     with pytest.raises(ConfigError, match=r"--speculative-num-steps 2 needs something that drafts, and .* a LlamaForCausalLM has no MTP"):
-        planned(config_of(tmp_path, speculative_num_steps=2))
-    assert planned(config_of(tmp_path, speculative_num_steps=0)).config.spec.steps == 0, "no drafts are what it gives"
+        plan_engine(config_of(tmp_path, speculative_num_steps=2))
+    assert plan_engine(config_of(tmp_path, speculative_num_steps=0)).config.spec.steps == 0, "no drafts are what it gives"
 
 
 @pytest.mark.parametrize("make", WITH_MTP)
 def test_each_family_drafts(tmp_path: Path, make: Make) -> None:
     """What is looked at before the weights are finds nothing wrong with a good checkpoint."""
-    made = planned(config_of(make(tmp_path).directory))
+    made = plan_engine(config_of(make(tmp_path).directory))
     layers = made.described.arch.mtp
     assert layers is not None and drafts_itself(made.config.spec) and not made.left_out
     assert made.config.spec.steps == (min(3, layers.layers) if layers.each_depth else 3)
 
 
 def test_of_random_weights_too(tmp_path: Path) -> None:
-    assert planned(config_of(deepseek(tmp_path).directory, load_format="dummy")).config.spec.parts == ["MTP"]
+    assert plan_engine(config_of(deepseek(tmp_path).directory, load_format="dummy")).config.spec.parts == ["MTP"]
 
 
 def lacking(tiny: Tiny, tmp_path: Path) -> EngineConfig:
@@ -172,22 +172,22 @@ def test_no_memory_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return real(config)
 
     monkeypatch.setattr(drafter, "plan", plan)
-    made = planned(config_of(tiny.directory))
+    made = plan_engine(config_of(tiny.directory))
     assert made.left_out and made.drafting.endswith("it cannot be used: no memory is left for the KV pool")
     for together in (config_of(tiny.directory, ranks=2), config_of(tiny.directory, role="prefill")):
         with pytest.raises(NoRoom, match="the KV pool; --speculative-algorithm none leaves the MTP layer out"):
-            planned(together)
+            plan_engine(together)
 
 
 def test_a_draft_model_tells_what_it_is(tmp_path: Path) -> None:
     tiny = deepseek(tmp_path / "whole")
     trunk, apart = trunk_of(tiny, tmp_path / "trunk"), write_nextn(tmp_path / "apart", tiny, 0)
-    made = planned(config_of(trunk, speculative_draft_model_path=str(apart)))
+    made = plan_engine(config_of(trunk, speculative_draft_model_path=str(apart)))
     assert made.config.spec.parts == ["NEXTN"] and made.drafting == f"NEXTN, 3 deep: {apart} is an MTP layer"
     assert text(config_of(trunk, speculative_draft_model_path=str(apart))) == text(config_of(trunk))
     write(tmp_path / "unknown", {}, {"a": torch.zeros(2)})
     with pytest.raises(ConfigError, match=r"unknown: neither config nor tensors tell .* name it with --speculative-algorithm"):
-        planned(config_of(trunk, speculative_draft_model_path=str(tmp_path / "unknown")))
+        plan_engine(config_of(trunk, speculative_draft_model_path=str(tmp_path / "unknown")))
 
 
 @pytest.mark.parametrize("asked", [{"speculative_num_steps": 2}, {"speculative_draft_model_path": "/x"}, {"speculative_eagle_topk": 2}])

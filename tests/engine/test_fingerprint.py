@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SpecConfig
-from mtpserve.engine.startup.drafter import planned
+from mtpserve.engine.startup.drafter import plan_engine
 from mtpserve.engine.startup.fingerprint import fingerprint
 
 
@@ -14,7 +14,7 @@ def made(dtype: str = "float32", page_size: int = 16, cache: str = "auto", ranks
         spec=SpecConfig(**spec),  # type: ignore[arg-type]
         parallel=ParallelConfig(tensor_parallel_size=ranks),
     )
-    plan = planned(config)
+    plan = plan_engine(config)
     return fingerprint(plan.config, plan)
 
 

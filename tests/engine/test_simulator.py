@@ -148,7 +148,7 @@ def test_pages_come_back_from_host_memory_and_from_disk() -> None:
 def test_a_thousand_requests_with_too_few_pages(policy: str, overlap: int) -> None:
     trace = random_trace(480, seed=overlap, rate=80, prompt=48, output=24, stop=EOS, priorities=3 if policy == "priority" else 1)
     result, scheduler = simulate(trace, pages=160, seats=64, overlap=overlap, policy=policy, reserved=0.0, every=10)
-    assert result.preemptions > 0 and result.left > 0 and 0.1 < result.hit_rate < result.ideal_hit_rate and scheduler.checked > 50
+    assert result.preemptions > 0 and result.num_left > 0 and 0.1 < result.hit_rate < result.ideal_hit_rate and scheduler.checked > 50
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
@@ -214,7 +214,7 @@ def test_times_are_those_of_the_steps() -> None:
 def test_a_client_that_leaves_frees_its_pages() -> None:
     trace = [conversation(TraceTurn(range(10), range(100, 1100), patience=0.1)), conversation(TraceTurn([1], [2]), at=5.0)]
     result, _ = simulate(trace)
-    assert (result.left, result.finished) == (1, 1) and result.seconds < 6
+    assert (result.num_left, result.finished) == (1, 1) and result.seconds < 6
 
 
 def test_drafts_are_accepted_as_often_as_the_curve_says() -> None:

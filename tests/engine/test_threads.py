@@ -12,7 +12,7 @@ import torch
 
 from mtpserve.config import CPUConfig, EngineConfig, ModelConfig, ParallelConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.engine.process.client import environment, waiting
+from mtpserve.engine.process.client import environment, wait_policy
 from mtpserve.engine.startup import threads
 
 needs_affinity = pytest.mark.skipif(threads.allowed() is None, reason="this system does not bind processes to cores")
@@ -120,9 +120,9 @@ def test_lists_of_cores() -> None:
 def test_how_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own policy stays."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert waiting()["GOMP_SPINCOUNT"] == "100000"
+    assert wait_policy()["GOMP_SPINCOUNT"] == "100000"
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    assert waiting() == {}
+    assert wait_policy() == {}
 
 
 def test_huge_pages_unless_malloc_was_tuned(monkeypatch: pytest.MonkeyPatch) -> None:

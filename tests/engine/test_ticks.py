@@ -96,7 +96,7 @@ class Messages:
         with self.inbox.not_empty:
             return bool(self.inbox.not_empty.wait_for(lambda: self.inbox.queue, milliseconds / 1000))
 
-    def waiting(self) -> Iterator[Down]:
+    def pending_messages(self) -> Iterator[Down]:
         while self.random.random() < 0.5:
             try:
                 yield self.inbox.get_nowait()

@@ -41,7 +41,7 @@ def written(folder: Path, entries: Any) -> str:
 
 
 def prompts(trace: list[TraceConversation]) -> list[list[list[int]]]:
-    return [[list(turn.said) for turn in each.turns] for each in trace]
+    return [[list(turn.new_tokens) for turn in each.turns] for each in trace]
 
 
 def test_mooncakes_ids_are_blocks_of_tokens(tmp_path: Path) -> None:
@@ -62,14 +62,14 @@ def test_a_mooncake_trace_through_the_cache(tmp_path: Path) -> None:
 def test_sharegpts_turns_follow_each_other(tmp_path: Path) -> None:
     one, two = read_trace(written(tmp_path, SHAREGPT), rate=0.5, pause=3.0, encode=lambda text: [ord(letter) for letter in text])
     assert one.at == 0 < two.at
-    assert ["".join(map(chr, turn.said)) for turn in (*one.turns, *two.turns)] == ["What is a page?", "And two?", "Be brief.Why?"]
+    assert ["".join(map(chr, turn.new_tokens)) for turn in (*one.turns, *two.turns)] == ["What is a page?", "And two?", "Be brief.Why?"]
     assert ["".join(map(chr, turn.answer)) for turn in one.turns] == ["Sixteen tokens.", "Thirty-two."]
     assert [turn.pause for turn in one.turns] == [0.0, 3.0]
 
 
 def test_without_a_tokenizer_four_characters_are_a_token(tmp_path: Path) -> None:
     [one, two] = read_trace(written(tmp_path, SHAREGPT), rate=1)
-    assert [len(list(turn.said)) for turn in (*one.turns, *two.turns)] == [4, 2, 4] and pieces("abcdabcd")[0] == pieces("abcd")[0]
+    assert [len(list(turn.new_tokens)) for turn in (*one.turns, *two.turns)] == [4, 2, 4] and pieces("abcdabcd")[0] == pieces("abcd")[0]
     result, _ = simulate([one, two], page_size=1)
     assert (result.requests, result.cached_tokens) == (3, 4 + 4 - 1)
 

@@ -58,7 +58,7 @@ class Harness:
         generator = torch.Generator().manual_seed(3)
         orders = [torch.randperm(each * len(prompts), generator=generator).tolist() for _ in groups]
         trunk, layers = arch.layers[: arch.num_layers], attention_kinds(arch.layers)
-        self.stores = Stores(layers, [len(order) for order in orders], page_size, torch.float32, device, poison=True, stored=cache)
+        self.stores = Stores(layers, [len(order) for order in orders], page_size, torch.float32, device, poison=True, kv_dtype=cache)
         kinds = recurrent_kinds(trunk)
         states = States(kinds, len(prompts) + 1, SIZES.nodes, 1, torch.float32, device, poison=True) if kinds else None
         self.attention = trunk_attention(backend, arch, self.stores, states, recur_of(backend))
@@ -96,7 +96,7 @@ class Harness:
     def forget(self, i: int) -> None:
         """NaN for what no later row of the request sees, in the stores of layers with a window."""
         for kind, pool, group, *_ in self.stores.stores:
-            unseen = 0 if kind.held is None else max(self.computed[i] - kind.held + 1, 0)
+            unseen = 0 if kind.kv_window is None else max(self.computed[i] - kind.kv_window + 1, 0)
             for part in pool.parts:
                 part[:, self.seats.slot_mapping(torch.tensor(i, device=self.device), torch.arange(unseen, device=self.device), group)] = (
                     torch.nan

@@ -103,7 +103,7 @@ def test_experts_in_any_order() -> None:
 
         def __init__(self, held: tuple[int, ...] | None) -> None:
             super().__init__()
-            self.held, number = held, 6 if held is None else len(held)
+            self.expert_ids, number = held, 6 if held is None else len(held)
             self.up = nn.Parameter(torch.empty(number, 4, 2))
             self.bias = nn.Parameter(torch.empty(number, 2))
             self.parts = {"up": (2, 2), "bias": (2,)}

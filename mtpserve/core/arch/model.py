@@ -95,7 +95,7 @@ class Attention:
         return self.kv.numbers + self.index_dim
 
     @property
-    def held(self) -> int | None:
+    def kv_window(self) -> int | None:
         """Tokens that the next row needs of those before it, itself included: the window, or what an entry is
         made of. None: all."""
         return (
@@ -191,8 +191,8 @@ def page_groups(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:
     """Layers that hold as many tokens share their pages: the windows, each once. Full attention, None, comes
     first where there is any; the entries of compressed tokens are in its pages."""
     kinds = attention_kinds(layers)
-    whole = [None for kind in kinds if kind.compressed is not None]
-    return tuple(sorted({*whole, *(kind.held for kind in kinds)}, key=lambda window: window or 0))
+    full_windows = [None for kind in kinds if kind.compressed is not None]
+    return tuple(sorted({*full_windows, *(kind.kv_window for kind in kinds)}, key=lambda window: window or 0))
 
 
 def tokens_of_entries(layers: Iterable[LayerKind]) -> int:

@@ -92,14 +92,14 @@ class RequestState:
         """`num_slots`: tokens for which it holds pages. Raises RuntimeError where a running request's
         counters contradict each other."""
         computed, scheduled = self.num_computed_tokens, self.num_scheduled_tokens
-        stored, deferred = self.cache.num_stored_tokens, self.draft.num_deferred_tokens
+        num_stored, deferred = self.cache.num_stored_tokens, self.draft.num_deferred_tokens
         if not computed < len(self.tokens) < self.max_num_tokens or scheduled > num_slots:
             raise RuntimeError(
                 f"request {self.id}: {computed} of {len(self.tokens)} tokens computed, pages for {num_slots}"
             )
-        if not stored <= computed <= stored + max_deferred_tokens or deferred > max_deferred_tokens:
+        if not num_stored <= computed <= num_stored + max_deferred_tokens or deferred > max_deferred_tokens:
             raise RuntimeError(
-                f"request {self.id}: {stored} of {computed} tokens stored, {deferred} deferred"
+                f"request {self.id}: {num_stored} of {computed} tokens stored, {deferred} deferred"
             )
         outputs = self.num_pending_outputs
         if self.in_flight != (scheduled > computed) or outputs < 0 or (outputs and not self.in_flight):

@@ -23,7 +23,7 @@ def added(values: Sequence[Any]) -> Any:
         keys = dict.fromkeys(key for value in values for key in value)
         return {key: sum(value.get(key, 0) for value in values) for key in keys}
     if values and isinstance(values[0], list):
-        return [sum(place) for place in zip_longest(*values, fillvalue=0)]
+        return [sum(column) for column in zip_longest(*values, fillvalue=0)]
     return sum(values)
 
 

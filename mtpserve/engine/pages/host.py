@@ -90,15 +90,15 @@ class HostMemory:
         return True
 
     def take(self, group: int) -> int | None:
-        taken = self.groups[group].take()
-        if taken is None:
+        entry = self.groups[group].take()
+        if entry is None:
             return None
-        block, key = taken
+        block, key = entry
         if key is not None:
-            self._left(group, key)
+            self._report_gone(group, key)
         return block
 
-    def _left(self, group: int, key: Key) -> None:
+    def _report_gone(self, group: int, key: Key) -> None:
         if group == 0 and key not in self.groups[0].blocks and not self._pages.has_page(0, key):
             self.on_gone(key)
 

@@ -53,7 +53,7 @@ class Loading:
 
     number: int
     keys: Sequence[Key]
-    held: list[BlockList]  # pages of the device, with those that were there already
+    blocks: list[BlockList]  # pages of the device, with those that were there already
     missing: list[Missing]
     open: set[int]  # numbers of its transfers
     fetched: bool = False
@@ -87,7 +87,7 @@ class KVConnector(HostMemory):
     @property
     def holders(self) -> list[list[BlockList]]:
         """Lists that hold pages of the device, besides those of requests."""
-        return [loading.held for loading in self.loadings]
+        return [loading.blocks for loading in self.loadings]
 
     def take_outgoing(self) -> list[Transfer]:
         """What the next plan has to move."""
@@ -109,13 +109,13 @@ class KVConnector(HostMemory):
         """The device gives this page to somebody else."""
         if not self.save(group, page, key):
             self.dropped += 1
-            self._left(group, key)
+            self._report_gone(group, key)
 
-    def completed(self, held: Sequence[BlockList], keys: Sequence[Key], first: int, end: int) -> None:
+    def completed(self, blocks: Sequence[BlockList], keys: Sequence[Key], first: int, end: int) -> None:
         """A request's pages of these columns have got their keys."""
         if self._disk is None:
             return
-        for group, one in enumerate(held):
+        for group, one in enumerate(blocks):
             self._through += [
                 (group, one.pages[column - one.first], keys[column])
                 for column in range(max(first, one.first), min(end, one.end))
@@ -166,22 +166,22 @@ class KVConnector(HostMemory):
 
     def _start(self, keys: Sequence[Key]) -> int | None:
         """Load what the device lacks of these columns. None: there is no room."""
-        needed = self._pages.needed(len(keys))
-        wanted = [
+        required_columns = self._pages.required_columns(len(keys))
+        targets = [
             (group, column)
-            for group, columns in enumerate(needed)
+            for group, columns in enumerate(required_columns)
             for column in columns
             if not self._pages.has_page(group, keys[column])
         ]
-        missing = self._blocks(wanted, keys)
+        missing = self._blocks(targets, keys)
         if missing is None:
             return None
-        held = self._pages.gather(keys, needed)
-        if held is None:
+        blocks = self._pages.gather(keys, required_columns)
+        if blocks is None:
             self._unpin(missing)
             return None
         self._loads += 1
-        loading = Loading(self._loads, keys, held, missing, set())
+        loading = Loading(self._loads, keys, blocks, missing, set())
         self.loadings.append(loading)
         loading.open = {
             self.move("fetch", page.group, page.block, key=page.key) for page in missing if page.cold
@@ -190,31 +190,31 @@ class KVConnector(HostMemory):
             self._load(loading)
         return loading.number
 
-    def _blocks(self, wanted: Sequence[tuple[int, int]], keys: Sequence[Key]) -> list[Missing] | None:
+    def _blocks(self, targets: Sequence[tuple[int, int]], keys: Sequence[Key]) -> list[Missing] | None:
         """Pinned: those that hold the pages, and empty ones for those on disk. None: there are too few."""
         missing = list[Missing]()
-        for group, column in wanted:
+        for group, column in targets:
             host, key = self.groups[group], keys[column]
             if (block := host.blocks.get(key)) is not None:
                 host.blocks.move_to_end(key)
                 host.pins[block] += 1
                 missing.append(Missing(group, column, key, block, cold=False))
         places = {(page.group, page.column) for page in missing}
-        for group, column in wanted:
+        for group, column in targets:
             if (group, column) in places:
                 continue
-            taken = self.take(group)
-            if taken is None:
+            new_block = self.take(group)
+            if new_block is None:
                 self._unpin(missing)
                 return None
-            self.groups[group].pins[taken] += 1
-            missing.append(Missing(group, column, keys[column], taken, cold=True))
+            self.groups[group].pins[new_block] += 1
+            missing.append(Missing(group, column, keys[column], new_block, cold=True))
         return missing
 
     def _load(self, loading: Loading) -> None:
         loading.fetched = True
         for page in loading.missing:
-            one = loading.held[page.group]
+            one = loading.blocks[page.group]
             loading.open.add(
                 self.move("load", page.group, page.block, one.pages[page.column - one.first], page.key)
             )
@@ -264,11 +264,12 @@ class KVConnector(HostMemory):
         elif good:
             self._bad.pop((moved.group, moved.key), None)
 
-    def report(self, stats: EngineStats, waiting: Sequence[Live]) -> None:
-        """`waiting`: the requests that have no seat."""
+    def report(self, stats: EngineStats, waiting_requests: Sequence[Live]) -> None:
+        """`waiting_requests`: the requests that have no seat."""
         pulls = self.receiver if self.receiver is not None and self.receiver.pending else None
         late = (
-            self.is_loading(req.cache.kv_load) or (pulls is not None and pulls.open(req)) for req in waiting
+            self.is_loading(req.cache.kv_load) or (pulls is not None and pulls.open(req))
+            for req in waiting_requests
         )
         stats.waiting_for_pages = sum(late) if self.loadings or pulls is not None else 0
         if self.sender is not None:
@@ -300,6 +301,6 @@ class KVConnector(HostMemory):
                 self.loaded["disk" if page.cold else "host"] += 1
                 if page.cold:
                     self.groups[page.group].blocks.setdefault(page.key, page.block)
-                self._pages.label_page(page.group, loading.held[page.group], page.column, page.key)
+                self._pages.label_page(page.group, loading.blocks[page.group], page.column, page.key)
         self._unpin(loading.missing)
-        self._pages.release(loading.held)
+        self._pages.release(loading.blocks)

@@ -76,7 +76,7 @@ def make_tiers(
             "--record-steps must be left out with --kv-offload-gib, --kv-offload-dir and "
             "--disaggregation-mode: pages are not recorded"
         )
-    block_sizes = [block_bytes(part) for part in parts]
+    block_sizes = [block_bytes(group_tensors) for group_tensors in parts]
     counts = host_counts(options, block_sizes, groups)
     shared = None
     if nodes.keeps or options.ranks > 1:
@@ -114,10 +114,10 @@ def make_tiers(
 def host_counts(options: TierOptions, block_sizes: Seq[int], groups: PageGroups) -> list[int]:
     """How many of each group's pages host memory holds: divided as the device divides its pool, since a
     window's pages are few. Raises ConfigError where it is too small for one."""
-    whole = options.ranks * sum(
+    total_bytes = options.ranks * sum(
         bytes * group.allocator.num_pages for bytes, group in zip(block_sizes, groups.groups, strict=True)
     )
-    counts = [options.host * group.allocator.num_pages // whole for group in groups.groups]
+    counts = [options.host * group.allocator.num_pages // total_bytes for group in groups.groups]
     if min(counts) < 1:
         raise ConfigError(
             f"--kv-offload-gib {options.host / 2**30:g} holds no page of "
@@ -140,7 +140,7 @@ def link_nodes(
     backend = nodes.disaggregation_transfer_backend
     nixl = None
     if backend == "nixl" and nodes.role is not None:
-        nixl = Nixl(blocks if shared is None else [shared.whole])
+        nixl = Nixl(blocks if shared is None else [shared.tensor])
     if nodes.pulls:
         kv_connector.receiver = KVReceiver(kv_connector, groups)
         remote = PageClient(facts, nodes.disaggregation_timeout, backend, nixl)

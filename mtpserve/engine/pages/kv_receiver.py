@@ -50,14 +50,18 @@ class KVReceiver:
     def _ask(self, req: RequestState, keys: Seq[Key]) -> bool:
         """False: there will be room for its pages once others have come."""
         assert req.request.source is not None
-        needed = self._pages.needed(len(keys)) if keys else []
-        places = [(group, keys[column]) for group, columns in enumerate(needed) for column in columns]
-        lacking = [place for place in places if place in self._coming or not self._touch(place)]
-        missing = [place for place in lacking if place not in self._coming]
+        required_columns = self._pages.required_columns(len(keys)) if keys else []
+        places = [
+            (group, keys[column]) for group, columns in enumerate(required_columns) for column in columns
+        ]
+        lacking = [page_id for page_id in places if page_id in self._coming or not self._touch(page_id)]
+        missing = [page_id for page_id in lacking if page_id not in self._coming]
         blocks = self._blocks(missing)
         if blocks is None and self._batches:
             return False
-        req.cache.kv_transfers = frozenset(self._coming[place] for place in lacking if place in self._coming)
+        req.cache.kv_transfers = frozenset(
+            self._coming[page_id] for page_id in lacking if page_id in self._coming
+        )
         if blocks is None:
             self.failed[NO_ROOM] += len(missing)
         elif missing:
@@ -70,9 +74,9 @@ class KVReceiver:
             }  # fmt: skip
         return True
 
-    def _touch(self, place: Place) -> bool:
+    def _touch(self, page_id: Place) -> bool:
         """Mark a page of host memory as recently used. False: no tier has the page."""
-        group, key = place
+        group, key = page_id
         if key in self._host.groups[group].blocks:
             self._host.groups[group].blocks.move_to_end(key)  # room is made at others' expense
         return self._host.has_page(group, key)
@@ -81,19 +85,19 @@ class KVReceiver:
         """One for each, pinned. None: there are too few."""
         blocks = list[int]()
         for group, _ in places:
-            taken = self._host.take(group)
-            if taken is None:
+            new_block = self._host.take(group)
+            if new_block is None:
                 for (its, key), block in zip(places, blocks, strict=False):
                     self._host.release(its, key, block)
                 return None
-            self._host.groups[group].pins[taken] += 1
-            blocks.append(taken)
+            self._host.groups[group].pins[new_block] += 1
+            blocks.append(new_block)
         return blocks
 
     def commit(self, result: Transferred) -> None:
         moved = result.transfer
-        place = moved.group, moved.key
-        batch = self._coming.pop(place)
+        page_id = moved.group, moved.key
+        batch = self._coming.pop(page_id)
         self._batches[batch].remove(moved.number)
         if not self._batches[batch]:
             del self._batches[batch]

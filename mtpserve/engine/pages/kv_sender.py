@@ -44,7 +44,7 @@ class KVSender:
             return offer  # another choice of the same prompt has it
         places = [
             (group, keys[column])
-            for group, columns in enumerate(self._pages.needed(len(keys)))
+            for group, columns in enumerate(self._pages.required_columns(len(keys)))
             for column in columns
         ]
         pages = dict[Place, int]()
@@ -76,10 +76,12 @@ class KVSender:
             if (group, block) not in coming.saving:
                 continue
             coming.saving.remove((group, block))
-            for place in [
-                place for place, its in coming.pages.items() if not good and (place[0], its) == (group, block)
+            for page_id in [
+                page_id
+                for page_id, its in coming.pages.items()
+                if not good and (page_id[0], its) == (group, block)
             ]:
-                self._host.release(*place, coming.pages.pop(place))
+                self._host.release(*page_id, coming.pages.pop(page_id))
             self._offer(name)
 
     def _offer(self, name: str) -> None:

@@ -26,7 +26,7 @@ from mtpserve.core.state.request_state import RequestState
 class OutputState:
     column: int  # it is the state after this one
     page: int
-    written: bool = False
+    is_written: bool = False
 
 
 @dataclass(slots=True)
@@ -61,12 +61,12 @@ class OutputStates:
         end = req.num_scheduled_tokens + span.num_tokens + req.num_pending_outputs * req.num_write_ahead
         column = start // size
         tokens = (column + 1) * size
-        state = self._place(req, column) if tokens <= end else None
+        state = self._reserve(req, column) if tokens <= end else None
         if state is None:
             return span
         return replace(span, checkpoint=(tokens, state.page))
 
-    def _place(self, req: RequestState, column: int) -> OutputState | None:
+    def _reserve(self, req: RequestState, column: int) -> OutputState | None:
         """None: there is no room, or another one has to be written first."""
         last_states = self._last_states.setdefault(req.id, LastStates())
         if last_states.next is None:
@@ -90,11 +90,11 @@ class OutputStates:
         tokens = (last_states.next.column + 1) * self._pages.page_size
         passes = since < tokens <= req.cache.num_state_tokens
         if span.checkpoint == (tokens, last_states.next.page) and passes:
-            last_states.next.written = True
-        if last_states.next.written and last_states.next.column < req.cache.num_hashed_blocks:
+            last_states.next.is_written = True
+        if last_states.next.is_written and last_states.next.column < req.cache.num_hashed_blocks:
             self._free(last_states.last)
             last_states.last, last_states.next = last_states.next, None
-        elif tokens <= req.cache.num_state_tokens and not last_states.next.written:
+        elif tokens <= req.cache.num_state_tokens and not last_states.next.is_written:
             self._free(last_states.next)
             last_states.next = None
 

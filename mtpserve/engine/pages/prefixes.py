@@ -148,10 +148,10 @@ class Prefixes:
         if not passed:
             return span
         req.cache.checkpoint_blocks = req.cache.checkpoint_blocks[len(passed) :]
-        place = self._pages.keep_state(req.cache.blocks, passed[-1] - 1)
-        if place is None:
+        page = self._pages.keep_state(req.cache.blocks, passed[-1] - 1)
+        if page is None:
             return span
-        return replace(span, checkpoint=(passed[-1] * size, place))
+        return replace(span, checkpoint=(passed[-1] * size, page))
 
     def commit(self, req: RequestState, settled: int, span: SpanPlan) -> None:
         """Tokens of a request were computed: others may find its whole pages. Its state has gone on to
@@ -266,7 +266,7 @@ class Prefixes:
     def _tell_again(self, req: RequestState, columns: int) -> None:
         """Announce pages that came back from the disk: observers took them for gone."""
         if self._observer is not None and self._kv_connector is not None:
-            for column in self._pages.needed(columns)[0] if columns else ():
+            for column in self._pages.required_columns(columns)[0] if columns else ():
                 if req.cache.block_hashes[column] not in self._announced:
                     self._announce(req, column, column + 1)
 

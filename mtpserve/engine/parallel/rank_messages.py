@@ -130,9 +130,9 @@ class Wire(Generic[T]):
     def send(self, message: Order | Answer) -> None:
         """Raises BrokenPipeError where nobody listens any more."""
         data = self.encoder.encode(message)
-        left = memoryview(len(data).to_bytes(4, "big") + data)
-        while left:
-            left = left[self.outgoing.write(left) :]
+        remaining = memoryview(len(data).to_bytes(4, "big") + data)
+        while remaining:
+            remaining = remaining[self.outgoing.write(remaining) :]
 
     def receive(self) -> T | None:
         """The next one, when it is there. None: the other end is closed."""

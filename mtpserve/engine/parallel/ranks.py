@@ -302,8 +302,8 @@ class TransfersOfEach:
 def join_parts(parts: Seq[Transferred]) -> Transferred:
     """Joins all ranks' parts of one transfer."""
     first = parts[0]
-    seconds, size = max(part.seconds for part in parts), sum(part.bytes for part in parts)
-    return Transferred(first.transfer, all(part.good for part in parts), seconds, size, first.reason)
+    seconds, size = max(result.seconds for result in parts), sum(result.bytes for result in parts)
+    return Transferred(first.transfer, all(result.good for result in parts), seconds, size, first.reason)
 
 
 def plan_of_each(plan: StepPlan) -> StepPlan:

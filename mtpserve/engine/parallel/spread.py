@@ -17,7 +17,7 @@ from mtpserve.engine.parallel.ranks import RankProcesses
 from mtpserve.engine.parallel.ticks import Ticks
 from mtpserve.runtime.parallel.expert_load import ExpertLoad
 from mtpserve.runtime.parallel.peers import TorchPeers
-from mtpserve.runtime.parallel.placement import ExpertPlacement, read
+from mtpserve.runtime.parallel.placement import ExpertPlacement, read_owners
 from mtpserve.runtime.parallel.rounds import Rounds
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def spread_of(config: EngineConfig, arch: ModelArch) -> Rounds | None:
             f"by one engine alone"
         )
     layers = {layer: moe.experts for layer in range(len(arch.layers)) if layer not in moe.dense}
-    owners = {} if parallel.expert_map is None else read(parallel.expert_map, size, layers)
+    owners = {} if parallel.expert_map is None else read_owners(parallel.expert_map, size, layers)
     file = parallel.record_expert_load if config.rank == 0 else None  # the others have the same rows
     load = None if file is None else ExpertLoad(Path(f"{file}.{config.replica}"))
     return Rounds(ExpertPlacement(config.replica, engines, owners, config.rank, parallel.ranks), load)
@@ -74,10 +74,12 @@ def meet(
     """Joins the engines when the weights are loaded; returns when all engines are there. Raises
     EngineDead."""
     assert arch.moe is not None
-    place = spread.placement
-    owners = f"{place.engines} engines" + (f" of {place.ranks} processes" if place.ranks > 1 else "")
+    placement = spread.placement
+    owners = f"{placement.engines} engines" + (
+        f" of {placement.ranks} processes" if placement.ranks > 1 else ""
+    )
     log.info("%d experts in each layer, spread over %s: waiting for the others", arch.moe.experts, owners)
-    peers = TorchPeers(place.engine, place.engines, device, f"{config.meeting}.{config.rank}")
+    peers = TorchPeers(placement.engine, placement.engines, device, f"{config.meeting}.{config.rank}")
     spread.join(peers, arch.moe.latent or arch.hidden, arch.moe.top_k, dtype, device)
     return peers
 

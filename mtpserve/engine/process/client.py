@@ -89,7 +89,7 @@ def private_directory() -> str:
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
-def waiting() -> dict[str, str]:
+def wait_policy() -> dict[str, str]:
     """How OpenMP's threads wait for the next product, as environment variables: they spin for a millisecond
     or two, which is longer than a step is busy elsewhere, and then sleep, so that an idle engine leaves its
     cores to others. Sleeping at once takes up to twice the time per step, spinning for ever takes the front
@@ -99,7 +99,7 @@ def waiting() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """The engine's process has it. What the user has set stays."""
-    return HUGE_PAGES | waiting() | os.environ
+    return HUGE_PAGES | wait_policy() | os.environ
 
 
 class Mailbox:
@@ -322,8 +322,8 @@ class ProcessClient:
                 if not (future := self._spec_reports.popleft()).done():
                     future.set_result(report)
             case Profiled(profile):
-                if not (waiting := self._profile_reports.popleft()).done():
-                    waiting.set_result(profile)
+                if not (profile_future := self._profile_reports.popleft()).done():
+                    profile_future.set_result(profile)
             case Rejected(id):
                 self._end(id, message.error())
             case Started():

@@ -25,12 +25,12 @@ DUMP_S = 1.5  # for all of its processes to write their stacks
 async def silence(count: Callable[[], int], process: int, limit: float) -> None:
     """Returns when `count` has not changed for `limit` seconds."""
     pause = min(1.0, limit / LOOKS)
-    seen, silent, at = -1, 0.0, monotonic()
+    last_count, silent, at = -1, 0.0, monotonic()
     while silent < limit:
         await asyncio.sleep(pause)
         passed, at = min(monotonic() - at, 2 * pause), monotonic()
-        if (now := count()) != seen or is_traced(process):
-            seen, silent = now, 0.0
+        if (now := count()) != last_count or is_traced(process):
+            last_count, silent = now, 0.0
         else:
             silent += passed
 

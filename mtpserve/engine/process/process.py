@@ -130,7 +130,7 @@ class Pipe:
         """Waits for a message, or so long. → whether there is one."""
         return bool(self.inbox.poll(milliseconds))
 
-    def waiting(self) -> Iterator[Down]:
+    def pending_messages(self) -> Iterator[Down]:
         """The messages that are there already."""
         while True:
             try:
@@ -234,7 +234,7 @@ def loop(engine: EngineLike, pipe: Pipe, profiling: Profiling) -> None:
             going = inbox.take(pipe.wait())
         elif inbox.state < State.WORKS and ticks.state == State.WAITS:
             pipe.pause()
-        going = going and all(inbox.take(message) for message in pipe.waiting())
+        going = going and all(inbox.take(message) for message in pipe.pending_messages())
         inbox.add_compiled()
         state = inbox.state if going else State.ENDS
         if state == State.IDLE and ticks.sleeps:

@@ -41,7 +41,7 @@ class Profiling:
         self._theirs = [f"engine{engine}-rank{other}" for other in range(1, others.size if others else 1)]
         self._others = others
         self._running: tuple[profile, ProfileChange] | None = None
-        self._left = 0  # steps until it ends by itself
+        self._steps_left = 0  # steps until it ends by itself
         self._ended = ProfileReport()  # the report of a trace that has ended by itself, until somebody asks
 
     def take(self, change: ProfileChange) -> ProfileReport:
@@ -63,8 +63,8 @@ class Profiling:
 
         with record_function("step"):
             yield
-        self._left -= 1
-        if self._left == 0:
+        self._steps_left -= 1
+        if self._steps_left == 0:
             self._ended = self.take(ProfileChange())
 
     def _begin(self, change: ProfileChange) -> ProfileReport:
@@ -74,12 +74,12 @@ class Profiling:
 
         Path(change.folder).mkdir(parents=True, exist_ok=True)
         file_of(change, self._which).touch(exist_ok=False)  # what cannot be written is said now
-        wanted = {
+        activities = {
             profiler.ProfilerActivity.CPU: change.cpu,
             profiler.ProfilerActivity.CUDA: change.gpu and cuda.is_available(),
         }
         profile = profiler.profile(
-            activities=[activity for activity, is_wanted in wanted.items() if is_wanted],
+            activities=[activity for activity, is_wanted in activities.items() if is_wanted],
             profile_memory=change.memory,
             with_stack=change.stacks,
             record_shapes=change.shapes,
@@ -87,7 +87,7 @@ class Profiling:
         if self._others is not None:
             self._others.tell(ProfileRank(replace(change, steps=0)))  # they end when this one does
         profile.start()
-        self._running, self._left, self._ended = (profile, change), change.steps, ProfileReport()
+        self._running, self._steps_left, self._ended = (profile, change), change.steps, ProfileReport()
         log.info("a profile of %d steps is being taken", change.steps)
         return ProfileReport()
 

@@ -285,7 +285,7 @@ class Replicas:
         self._open[request.id] = None
         progress = Progress(list(request.prior_output_ids), request.num_scored_prompt_tokens)
         try:
-            for left in range(MAX_LOST_ENGINES, -1, -1):
+            for retries in range(MAX_LOST_ENGINES, -1, -1):
                 replica = await self._wait_for_replica(request)
                 self._open[request.id] = replica
                 replica.open.add(request.id)
@@ -297,7 +297,7 @@ class Replicas:
                     return
                 # the latter where it is stopped because another one has died
                 except (EngineDead, ShuttingDown):
-                    if left == 0 or self.dead is not None:
+                    if retries == 0 or self.dead is not None:
                         raise
                 finally:
                     self._open[request.id] = None

@@ -124,7 +124,7 @@ class EngineOptions:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32  # what the layers compute in
-    stored: torch.dtype | None = None  # what keys and values are stored in; None: `dtype`
+    kv_dtype: torch.dtype | None = None  # what keys and values are stored in; None: `dtype`
     # the backend of attention, see attention/registry; the kernels of KERNELS move and verify, too
     backend: str = "reference"
     eos_ids: tuple[int, ...] = ()
@@ -210,7 +210,9 @@ def trunk_attention(
     """The backend of this name for the trunk's layers. `stores`: of all that attend; `states`: of those that
     keep one."""
     kinds = arch.layers[: arch.num_layers]
-    attention = BACKENDS.get(name)(stores.part(slice(len(attention_kinds(kinds)))), arch.heads, arch.scale)
+    attention = BACKENDS.get(name)(
+        stores.select_layers(slice(len(attention_kinds(kinds)))), arch.heads, arch.scale
+    )
     if all(isinstance(kind, Attention) for kind in kinds):
         return attention
     return MixedLayers(kinds, attention, None if states is None else Recurrence(states, recur))
@@ -240,7 +242,7 @@ def draft_passes(
         deferred = DeferredRows(
             sizes.max_num_reqs + 1, drafts.max_deferred_tokens, width, options.dtype, options.device, keep
         )
-    draft_stores = stores.part(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
+    draft_stores = stores.select_layers(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
     scale = arch.scale if arch.draft is None else arch.draft.scale
     attention = BACKENDS.get(options.backend)(draft_stores, arch.heads, scale)
     reduced = reduced_head(model, draft_model, options.token_map)
@@ -309,7 +311,7 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
     stores = Stores(
         attention_kinds(layers), [count + 1 for count in sizes.pages], sizes.page_size, options.dtype, device,
         options.poison,
-        kernels.get("compact", reference.compact), options.stored, (sizes.max_num_reqs + 1, drafts.nodes),
+        kernels.get("compact", reference.compact), options.kv_dtype, (sizes.max_num_reqs + 1, drafts.nodes),
     )  # fmt: skip
     stores.clear_last()
     states, recur = make_states(arch, sizes, drafts, options), recur_of(options.backend)

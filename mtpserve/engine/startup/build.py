@@ -27,7 +27,7 @@ from mtpserve.engine.parallel.ranks import RankProcesses, joined
 from mtpserve.engine.parallel.spread import meet, ticks_of
 from mtpserve.engine.startup.assemble import EngineOptions, EngineSizes, assemble, computing
 from mtpserve.engine.startup.compute import backend_of, described, kernels_of
-from mtpserve.engine.startup.drafter import planned as planned_for
+from mtpserve.engine.startup.drafter import plan_engine
 from mtpserve.engine.startup.fingerprint import facts, fingerprint
 from mtpserve.engine.startup.planning import Plan, load_model, overlap_of, positions
 from mtpserve.engine.startup.recording import header_of, recorder_of
@@ -50,11 +50,11 @@ log = logging.getLogger(__name__)
 def make_graphs(config: EngineConfig, step: Step, sampling: SamplingState, running: int) -> StepGraphs | None:
     """Captures the steps; None if steps are not captured: on a CPU, and with parts that have to read on the
     host."""
-    wanted, safe = (
+    is_enabled, safe = (
         not config.scheduler.disable_cuda_graph,
         step.attention.graph_safe and step.drafter.graph_safe,
     )
-    if step.req_tensors.device.type != "cuda" or not wanted or not safe:
+    if step.req_tensors.device.type != "cuda" or not is_enabled or not safe:
         return None
     if config.parallel.spreads:
         log.info(
@@ -124,11 +124,11 @@ def observer_of(config: EngineConfig) -> KVEvents | None:
     )
 
 
-def below_of(config: EngineConfig, planned: Plan, file: int | None) -> TierOptions:
+def below_of(config: EngineConfig, engine_plan: Plan, file: int | None) -> TierOptions:
     """Pages of an engine with others behind one front end are its own. `file`: of the host memory that an
     engine's ranks share."""
     nodes = config.disaggregation
-    node_facts = {} if nodes.role is None else facts(config, planned)
+    node_facts = {} if nodes.role is None else facts(config, engine_plan)
     return TierOptions(
         config.host_bytes,
         config.cache,
@@ -171,16 +171,18 @@ def log_rounding(methods: Methods) -> None:
             )
 
 
-def load_part(planned: Plan, ranks: Ranks, progress: bool) -> DecoderModel:
+def load_part(engine_plan: Plan, ranks: Ranks, progress: bool) -> DecoderModel:
     """The model, or this rank's part of it."""
-    config, device = planned.config, planned.device
+    config, device = engine_plan.config, engine_plan.device
     kernels = replace(KERNELS.get(kernels_of(config, device))(), ranks=ranks)
-    length = positions(config, planned.described.arch, device)
-    return load_model(planned.described, planned.dtype, device, length, kernels, progress, planned.storage)
+    length = positions(config, engine_plan.described.arch, device)
+    return load_model(
+        engine_plan.described, engine_plan.dtype, device, length, kernels, progress, engine_plan.storage
+    )
 
 
-def sizes_of(planned: Plan) -> EngineSizes:
-    memory, page_size = planned.memory, planned.config.cache.page_size
+def sizes_of(engine_plan: Plan) -> EngineSizes:
+    memory, page_size = engine_plan.memory, engine_plan.config.cache.page_size
     return EngineSizes(
         pages=memory.pages,
         page_size=page_size,
@@ -190,20 +192,20 @@ def sizes_of(planned: Plan) -> EngineSizes:
     )
 
 
-def options_of(planned: Plan, processors: Seq[LogitsProcessor], curve: Curve | None) -> EngineOptions:
+def options_of(engine_plan: Plan, processors: Seq[LogitsProcessor], curve: Curve | None) -> EngineOptions:
     """Returns the options of what computes, alike in all ranks."""
-    config, device, arch = planned.config, planned.device, planned.described.arch
-    running, budget = planned.memory.max_running, config.scheduler.step_tokens
+    config, device, arch = engine_plan.config, engine_plan.device, engine_plan.described.arch
+    running, budget = engine_plan.memory.max_running, config.scheduler.step_tokens
     return EngineOptions(
         spec=config.spec,
         scheduler=config.scheduler,
         sampling=config.sampling,
         device=device,
-        dtype=planned.dtype,
-        stored=planned.storage.cache,
+        dtype=engine_plan.dtype,
+        kv_dtype=engine_plan.storage.cache,
         backend=backend_of(config, device),
         eos_ids=arch.eos_ids,
-        token_map=planned.described.token_map,
+        token_map=engine_plan.described.token_map,
         rates=None if curve is None else curve.rates(spec_sizes(config.spec, budget).depth),
         processors=processors,
         grammars=None
@@ -226,15 +228,15 @@ def room_of(memory: MemoryPlan) -> Room:
     return Room(list(memory.pages), memory.states, memory.max_running, memory.context_length)
 
 
-def in_room(planned: Plan, room: Room) -> Plan:
+def in_room(engine_plan: Plan, room: Room) -> Plan:
     fitting = replace(
-        planned.memory,
+        engine_plan.memory,
         pages=tuple(room.pages),
         states=room.states,
         max_running=room.max_running,
         context_length=room.context_length,
     )
-    return replace(planned, memory=fitting)
+    return replace(engine_plan, memory=fitting)
 
 
 def build_rank(
@@ -243,23 +245,24 @@ def build_rank(
     """Builds the runner in a process of rank 1 and up. Returns it with its grammars and the end of a tick;
     None if rank 0 has given up. Raises LoadError, ConfigError and EngineDead."""
     bind(config)
-    processors, planned = load_processors(config.sampling.logits_processors), planned_for(config)
-    wire.send(room_of(planned.memory))
+    processors, engine_plan = load_processors(config.sampling.logits_processors), plan_engine(config)
+    wire.send(room_of(engine_plan.memory))
     room = wire.receive()
     if room is None:
         return None
     assert isinstance(room, Room)
-    planned = in_room(planned, room)
-    ranks = joined(config, planned.device, files.sums, room.port)
-    model = load_part(planned, ranks, progress=False)
+    engine_plan = in_room(engine_plan, room)
+    ranks = joined(config, engine_plan.device, files.sums, room.port)
+    model = load_part(engine_plan, ranks, progress=False)
     wire.send(Reached("loaded"))
     options = replace(
-        options_of(planned, processors, curve_of(config.spec)), below=below_of(config, planned, files.pages)
+        options_of(engine_plan, processors, curve_of(config.spec)),
+        below=below_of(config, engine_plan, files.pages),
     )
-    parts, spread = computing(model, sizes_of(planned), options), planned.described.spread
+    parts, spread = computing(model, sizes_of(engine_plan), options), engine_plan.described.spread
     if spread is None:
         return parts.runner, parts.grammars, lambda: None
-    meet(config, spread, planned.described.arch, planned.dtype, planned.device)
+    meet(config, spread, engine_plan.described.arch, engine_plan.dtype, engine_plan.device)
     return parts.runner, parts.grammars, spread.finish
 
 
@@ -277,40 +280,40 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
 
 def build_with(others: RankProcesses, config: EngineConfig, progress: bool, poison: bool) -> Engine:
     processors = load_processors(config.sampling.logits_processors)
-    planned = planned_for(config)
-    log.log(logging.WARNING if planned.left_out else logging.INFO, "drafter: %s", planned.drafting)
+    engine_plan = plan_engine(config)
+    log.log(logging.WARNING if engine_plan.left_out else logging.INFO, "drafter: %s", engine_plan.drafting)
     observer = observer_of(config)  # before anything is loaded: its port may be in use
-    for what, size in [*planned.memory.rows, ("all", planned.memory.total)]:
+    for what, size in [*engine_plan.memory.rows, ("all", engine_plan.memory.total)]:
         log.info("memory: %-44s %10.1f MiB", what, size / 2**20)
-    require_memory(planned.memory, planned.config, planned.device)
-    room = others.agree(room_of(planned.memory))
-    planned, together = in_room(planned, room), others.connect(room, planned.device)
-    config, device, memory = planned.config, planned.device, planned.memory
-    model = load_part(planned, others.ranks, progress)
+    require_memory(engine_plan.memory, engine_plan.config, engine_plan.device)
+    room = others.agree(room_of(engine_plan.memory))
+    engine_plan, together = in_room(engine_plan, room), others.connect(room, engine_plan.device)
+    config, device, memory = engine_plan.config, engine_plan.device, engine_plan.memory
+    model = load_part(engine_plan, others.ranks, progress)
     others.reach("loaded")
     log_rounding(model.methods)
-    curve, spec, arch = curve_of(config.spec), config.spec, planned.described.arch
+    curve, spec, arch = curve_of(config.spec), config.spec, engine_plan.described.arch
     warn(spec, curve)
     record, computed = recorded_in(config), f"{described(config, device)}{together}"
     options = replace(
-        options_of(planned, processors, curve),
-        recorder=None if record is None else partial(recorder_of, record, header_of(config, planned)),
+        options_of(engine_plan, processors, curve),
+        recorder=None if record is None else partial(recorder_of, record, header_of(config, engine_plan)),
         others=others if others.size > 1 else None,
-        fingerprint=None if config.cache.disable_radix_cache else fingerprint(config, planned),
-        below=below_of(config, planned, others.files.pages),
+        fingerprint=None if config.cache.disable_radix_cache else fingerprint(config, engine_plan),
+        below=below_of(config, engine_plan, others.files.pages),
         observer=observer,
         floor=None
         if config.model.load_format == "dummy" or config.disaggregation.role == "prefill"
-        else planned.described.floor,
+        else engine_plan.described.floor,
         poison=poison,
         name=config.model.names[0],
         kernels=computed,
     )
-    engine = assemble(model, sizes_of(planned), options)
+    engine = assemble(model, sizes_of(engine_plan), options)
     others.reach("ready")
-    family, spread = planned.described.family, planned.described.spread
+    family, spread = engine_plan.described.family, engine_plan.described.spread
     if spread is not None:
-        engine.ticks = ticks_of(spread, meet(config, spread, arch, planned.dtype, device), others)
+        engine.ticks = ticks_of(spread, meet(config, spread, arch, engine_plan.dtype, device), others)
     engine.card = replace(
         engine.card,
         synthetic_acceptance=None if curve is None else curve.name,
@@ -318,11 +321,11 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
         tool_call_parser=family.tool_call_parser,
         reasoning_parser=family.reasoning_parser,
         algorithm=(spec.speculative_algorithm or "").upper() if spec.parts else None,
-        drafting=planned.drafting,
+        drafting=engine_plan.drafting,
     )
     log.info(
         "%s, %s on %s, kernels: %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family,
-        planned.dtype, device, computed,
+        engine_plan.dtype, device, computed,
         memory.counted, config.cache.page_size, spec.steps, spec.nodes,
     )  # fmt: skip
     return engine

@@ -43,7 +43,7 @@ OWN = "MTP"
 WHOLE = "a model of its own"
 
 
-def planned(config: EngineConfig, must_fit: bool = True) -> Plan:
+def plan_engine(config: EngineConfig, must_fit: bool = True) -> Plan:
     """The plan, whose config names the drafter. `must_fit`: into this machine's memory, or there is no MTP
     layer either. Raises LoadError and ConfigError."""
     spec = config.spec

@@ -17,21 +17,21 @@ SAMPLE = 512  # bytes of each tensor that are read
 VERSION = b"mtpserve pages 2"  # the version of what a page holds, and in which order
 
 
-def fingerprint(config: EngineConfig, planned: Plan) -> bytes:
+def fingerprint(config: EngineConfig, engine_plan: Plan) -> bytes:
     """Returns a hash of the model, its weights, the number formats, the kernels, and the layers that share a
     page."""
     hasher = blake2b(VERSION, digest_size=16)
-    model, spec = planned.described, config.spec
+    model, spec = engine_plan.described, config.spec
     facts = (
         *(
             model.arch,
             model.dummy,
-            planned.dtype,
-            planned.storage,
+            engine_plan.dtype,
+            engine_plan.storage,
             config.model.quantization,
-            described(config, planned.device),
+            described(config, engine_plan.device),
         ),
-        *(planned.config.cache.page_size, spec.parts, spec.exact, config.parallel.ranks),
+        *(engine_plan.config.cache.page_size, spec.parts, spec.exact, config.parallel.ranks),
     )
     hasher.update(repr(facts).encode())
     for checkpoint in model.checkpoints:
@@ -40,17 +40,17 @@ def fingerprint(config: EngineConfig, planned: Plan) -> bytes:
     return hasher.digest()
 
 
-def facts(config: EngineConfig, planned: Plan) -> dict[str, str]:
+def facts(config: EngineConfig, engine_plan: Plan) -> dict[str, str]:
     """The same by names for people, by which two nodes see in what they differ."""
-    storage = planned.storage
+    storage = engine_plan.storage
     return {
         "version of pages": VERSION.decode(),
-        "page size": str(planned.config.cache.page_size),
+        "page size": str(engine_plan.config.cache.page_size),
         "--tensor-parallel-size": str(config.parallel.ranks),
-        "number format": f"{planned.dtype}, keys and values {storage.cache}",
+        "number format": f"{engine_plan.dtype}, keys and values {storage.cache}",
         "layers in a page": f"{config.spec.parts}, exact {config.spec.exact}",
-        "kernels": described(config, planned.device),
-        "model": f"{planned.described.arch.family}, fingerprint {fingerprint(config, planned).hex()}",
+        "kernels": described(config, engine_plan.device),
+        "model": f"{engine_plan.described.arch.family}, fingerprint {fingerprint(config, engine_plan).hex()}",
     }
 
 

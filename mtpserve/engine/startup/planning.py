@@ -270,10 +270,10 @@ def fixed(
     which the MTP layer shares, count once."""
     model = empty_model(described, dtype, positions, storage, PlannedRank(0, ranks), described.spread)
     sizes = {name: tensor.nbytes for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    for name, part in model.named_modules():
+    for name, module in model.named_modules():
         int8 = storage.draft_int8 if name.startswith(DRAFTS) else storage.int8 and name.startswith("layers.")
-        if int8 and isinstance(part, Linear):
-            sizes[f"{name}.weight"] = part.weight.numel()
+        if int8 and isinstance(module, Linear):
+            sizes[f"{name}.weight"] = module.weight.numel()
     drafts = sum(size for name, size in sizes.items() if name.startswith(DRAFTS))
     # Heads of its own are counted with its layers.
     copied = storage.draft_int8 and described.token_map is None and not described.arch.own_draft_head
@@ -297,14 +297,17 @@ def empty_model(
         model = build_model(
             described, dtype, positions, replace(kernels, ranks=ranks, spread=spread), storage
         )
-        whole = (
+        full_model = (
             model
             if ranks.size == 1 and spread is None
             else build_model(described, dtype, positions, kernels, storage)
         )
     if storage.kinds:
         wide = hold_blocks(
-            model, placements(whole, sources(described)), storage.kinds, shards_of(whole, model, ranks)
+            model,
+            placements(full_model, sources(described)),
+            storage.kinds,
+            shards_of(full_model, model, ranks),
         )
         if wide:
             why = "they take more memory: a rank's part of them would not be whole blocks or groups"
@@ -384,7 +387,7 @@ def load_model(
     kernels = replace(kernels, spread=described.spread)
     model = build_model(described, dtype, positions, kernels, storage)
     plain = replace(storage, keep_blocks=False, keep_int4=False)
-    whole = (
+    full_model = (
         model
         if kernels.ranks.size == 1 and kernels.spread is None
         else empty_model(described, dtype, positions, plain)
@@ -393,7 +396,7 @@ def load_model(
         log.warning(
             "DUMMY WEIGHTS: --load-format dummy fills the model with random numbers; its output means nothing"
         )
-        fill(model, device, whole, kernels.ranks)
+        fill(model, device, full_model, kernels.ranks)
     else:
         source, *also = sources(described)
         load(
@@ -405,7 +408,7 @@ def load_model(
             progress=progress,
             also=also,
             keep=storage.kinds,
-            whole=whole,
+            whole=full_model,
             ranks=kernels.ranks,
         )
     return model.eval()

@@ -78,12 +78,12 @@ class StepRaised(msgspec.Struct, frozen=True, tag=True, array_like=True):
 Event = StepPlanned | StepRead | StepRaised
 
 
-def header_of(config: EngineConfig, planned: Plan) -> Header:
-    arch, memory, seed = planned.described.arch, planned.memory, config.scheduler.random_seed
+def header_of(config: EngineConfig, engine_plan: Plan) -> Header:
+    arch, memory, seed = engine_plan.described.arch, engine_plan.memory, config.scheduler.random_seed
     return Header(
-        config, arch.summary, planned.device.type, str(planned.dtype).removeprefix("torch."),
-        overlap_of(config, planned.device),
-        memory.pages[0], planned.config.cache.page_size, memory.max_running, memory.context_length,
+        config, arch.summary, engine_plan.device.type, str(engine_plan.dtype).removeprefix("torch."),
+        overlap_of(config, engine_plan.device),
+        memory.pages[0], engine_plan.config.cache.page_size, memory.max_running, memory.context_length,
         arch.eos_ids,
         "the system" if seed is None else f"--random-seed {seed}",
     )  # fmt: skip
@@ -96,8 +96,8 @@ class StepRecorder:
         self.runner, self.file, self.steps = runner, file, 0
         self.sizes, self.processors = runner.sizes, runner.processors
 
-    def write(self, part: Preamble | Header | Event) -> None:
-        data = msgspec.msgpack.encode(part)
+    def write(self, item: Preamble | Header | Event) -> None:
+        data = msgspec.msgpack.encode(item)
         self.file.write(len(data).to_bytes(4, "big") + data)
         self.file.flush()
 
@@ -176,9 +176,9 @@ class Recording:
         """Yields the events once, in order. `truncated` is known afterwards. Raises LoadError for a damaged
         part."""
         decoder = msgspec.msgpack.Decoder(Event)
-        for start, part in self._rest:
+        for start, payload in self._rest:
             try:
-                yield decoder.decode(part)
+                yield decoder.decode(payload)
             except (msgspec.DecodeError, ValueError) as error:
                 raise LoadError(f"{self.path}: is damaged at byte {start}: {one_line(error)}") from error
 
@@ -193,13 +193,13 @@ class Recording:
                 return
             yield start, self._data[start:at]
 
-    def _decoded(self, part: tuple[int, bytes] | None, kind: type[T]) -> T:
-        if part is None:
+    def _decoded(self, frame: tuple[int, bytes] | None, kind: type[T]) -> T:
+        if frame is None:
             raise LoadError(f"{self.path}: ends before the first step")
         try:
-            return msgspec.msgpack.decode(part[1], type=kind)
+            return msgspec.msgpack.decode(frame[1], type=kind)
         except (msgspec.DecodeError, ValueError, ConfigError) as error:
-            raise LoadError(f"{self.path}: is damaged at byte {part[0]}: {one_line(error)}") from error
+            raise LoadError(f"{self.path}: is damaged at byte {frame[0]}: {one_line(error)}") from error
 
 
 def one_line(error: Exception) -> str:

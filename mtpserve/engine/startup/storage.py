@@ -66,13 +66,13 @@ def storage_of(
     unreadable = kernels and not reads_float8(device)
     why = "the kernels read float8 (e4m3) from compute capability 8.9 on, and this GPU is older"
     weights, cache = config.model.quantization, config.cache.kv_cache_dtype
-    stored = {kind for checkpoint in checkpoints for kind in kinds_of(checkpoint.tensors)}
-    if weights == "fp8" and "fp8" not in stored:
+    tensor_kinds = {kind for checkpoint in checkpoints for kind in kinds_of(checkpoint.tensors)}
+    if weights == "fp8" and "fp8" not in tensor_kinds:
         advice = "python -m mtpserve.weights.quantise writes a checkpoint that has"
         raise ConfigError(
             f"--quantization fp8: {config.model.directory} has no matrix in float8 with scales; {advice}"
         )
-    if weights == "int4" and "int4" not in stored:
+    if weights == "int4" and "int4" not in tensor_kinds:
         formats = "AWQ, GPTQ, compressed-tensors' packed integers, MXFP4"
         raise ConfigError(
             f"--quantization int4: {config.model.directory} has no matrix with numbers of four "
@@ -84,9 +84,9 @@ def storage_of(
         raise ConfigError(f"--kv-cache-dtype {cache}: {why}")
     either = weights in ("auto", "fp8", "int4") and kernels
     return Storage(
-        keep_blocks=weights == "fp8" or (either and "fp8" in stored and not unreadable),
+        keep_blocks=weights == "fp8" or (either and "fp8" in tensor_kinds and not unreadable),
         cache={"auto": dtype, "bfloat16": torch.bfloat16}.get(cache, FP8),
-        keep_int4=weights == "int4" or (either and "int4" in stored),
+        keep_int4=weights == "int4" or (either and "int4" in tensor_kinds),
     )
 
 

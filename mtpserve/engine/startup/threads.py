@@ -29,7 +29,7 @@ def bind(config: EngineConfig) -> None:
     on_gpu = device_of(config).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device_number(config))
-    cores = cpu.cores if on_gpu else part(cpu.cores or here, cpu.cores is not None, config)
+    cores = cpu.cores if on_gpu else process_cores(cpu.cores or here, cpu.cores is not None, config)
     if cores is not None:
         os.sched_setaffinity(0, cores)
     threads = cpu.cpu_threads or (None if cores is None else len(cores))
@@ -48,7 +48,9 @@ def bind(config: EngineConfig) -> None:
     )
 
 
-def part(cores: frozenset[int] | None, is_explicit: bool, config: EngineConfig) -> frozenset[int] | None:
+def process_cores(
+    cores: frozenset[int] | None, is_explicit: bool, config: EngineConfig
+) -> frozenset[int] | None:
     """This process's. None: those that the system chooses. Processes that are more than the cores share all
     of them."""
     ranks = config.parallel.ranks

@@ -266,7 +266,9 @@ class LayerStack:
         cpu_contexts = cast("Contexts[CPUSpans]", contexts)
         if self.stores() is not cpu_contexts.stores:
             self.stores, self.contexts = ref(cpu_contexts.stores), contexts_of(cpu_contexts.stores)
-        self.contexts.plan([(planned.spans, planned.slots) for planned in cpu_contexts.planned])
+        self.contexts.plan(
+            [(attention.spans, attention.slots) for attention in cpu_contexts.batch_attentions]
+        )
 
 
 def angles_of(rotation: Rotation) -> fused.Rotation:
@@ -324,10 +326,10 @@ class FusedStack:
 
 
 def contexts_of(stores: Stores) -> stacks.Contexts:
-    pools = [(stores.stores[place.store].pool, place.layer) for place in stores.places]
+    pools = [(stores.stores[location.store].pool, location.layer) for location in stores.places]
     return stacks.Contexts(
         [(pool.keys(layer), pool.values(layer)) for pool, layer in pools],
-        [place.store for place in stores.places],
+        [location.store for location in stores.places],
     )
 
 

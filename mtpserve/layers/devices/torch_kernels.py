@@ -272,13 +272,13 @@ def hit_experts(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: RoutedExp
     for expert in places.unique().tolist():
         if expert == len(experts.gate_up):
             continue
-        rows, place = (places == expert).nonzero(as_tuple=True)
+        rows, choices = (places == expert).nonzero(as_tuple=True)
         biases = [
             None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias)
         ]
         inner = activated(F.linear(x[rows], gate_up_of(experts, expert, x.dtype), biases[0]), experts.gate)
-        part = F.linear(inner, down_of(experts, expert, x.dtype), biases[1])
-        out.index_add_(0, rows, part * weights[rows, place, None].to(x.dtype))
+        expert_out = F.linear(inner, down_of(experts, expert, x.dtype), biases[1])
+        out.index_add_(0, rows, expert_out * weights[rows, choices, None].to(x.dtype))
     return out
 
 
@@ -304,29 +304,29 @@ def hit_row_by_row(x: Tensor, weights: Tensor, topk_ids: Tensor, experts: Routed
 def gate_up_of(experts: RoutedExperts, expert: int, dtype: torch.dtype) -> Tensor:
     """Returns one expert's gate and up, widened if they have scales. Gate and up begin blocks of their
     own."""
-    stored, scales = experts.gate_up[expert], experts.gate_up_scale_inv
+    weight, scales = experts.gate_up[expert], experts.gate_up_scale_inv
     if scales is None:
-        return stored
-    if scales.shape[1] == len(stored):
+        return weight
+    if scales.shape[1] == len(weight):
         return wide(
-            stored,
+            weight,
             scales[expert],
             None if experts.gate_up_zeros is None else experts.gate_up_zeros[expert],
             dtype,
         )
-    size = len(stored) if experts.gate == "relu2" else len(stored) // 2
+    size = len(weight) if experts.gate == "relu2" else len(weight) // 2
     by_part = scales[expert].split(scale_shape(size, 1)[0])
-    return torch.cat([dequantize_block(*pair) for pair in zip(stored.split(size), by_part, strict=True)]).to(
+    return torch.cat([dequantize_block(*pair) for pair in zip(weight.split(size), by_part, strict=True)]).to(
         dtype
     )
 
 
 def down_of(experts: RoutedExperts, expert: int, dtype: torch.dtype) -> Tensor:
-    stored, scales, zeros = experts.down[expert], experts.down_scale_inv, experts.down_zeros
+    weight, scales, zeros = experts.down[expert], experts.down_scale_inv, experts.down_zeros
     return (
-        stored
+        weight
         if scales is None
-        else wide(stored, scales[expert], None if zeros is None else zeros[expert], dtype)
+        else wide(weight, scales[expert], None if zeros is None else zeros[expert], dtype)
     )
 
 

@@ -173,5 +173,5 @@ def linear_stored(
         widen_rows(weight[rows], scale[rows], None if zeros is None else zeros[rows], x.dtype)
         for rows in strips
     )
-    out = torch.cat([F.linear(x, part) for part in wide], -1)
+    out = torch.cat([F.linear(x, wide_weight) for wide_weight in wide], -1)
     return out if bias is None else out + bias

@@ -63,19 +63,19 @@ class GQA(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden]"""
         qkv, gate = self.projected(x)
-        seen = context.attend(self.stored(qkv, rotation, context), self.sinks)
+        attended = context.attend(self.rotate_and_store(qkv, rotation, context), self.sinks)
         if self.gate is not None:
             gate = self.gate(x).unsqueeze(-1)
         if gate is not None:
-            seen = seen * gate.sigmoid()
+            attended = attended * gate.sigmoid()
         # Scaled values would give the same.
         return self.kernels.ranks.sum(
-            self.out((seen if self.value_scale == 1 else seen * self.value_scale).flatten(1))
+            self.out((attended if self.value_scale == 1 else attended * self.value_scale).flatten(1))
         )
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden] → q [T, heads, head_dim]; keys and values are stored."""
-        return self.stored(self.projected(x)[0], rotation, context)
+        return self.rotate_and_store(self.projected(x)[0], rotation, context)
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [T, hidden] → q, k and v of all heads [T, numbers], and the gates that come with them [T, heads,
@@ -87,7 +87,7 @@ class GQA(nn.Module):
         q, gate = q.unflatten(-1, (self.heads, 2, -1)).unbind(2)
         return torch.cat([q.flatten(1), kv], -1), gate
 
-    def stored(self, qkv: Tensor, rotation: Rotation, context: Context) -> Tensor:
+    def rotate_and_store(self, qkv: Tensor, rotation: Rotation, context: Context) -> Tensor:
         rotation = rotation.in_window if self.in_window else rotation
         if self.kv.key_dim != self.kv.value_dim:
             qk_size = (self.heads + self.kv.heads) * self.kv.key_dim

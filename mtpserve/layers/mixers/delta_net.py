@@ -57,8 +57,10 @@ class GatedDeltaNet(nn.Module):
         inputs, z, b, a = self.projected(x)
         forgotten = self.rate * F.softplus(a.float() + self.decay_bias)
         gates = torch.stack([forgotten, b.float().sigmoid()], 1)
-        read = cast(RecurrentContext, context).recur(inputs, gates, self.taps)  # [T, value_heads, value_dim]
-        gated = self.norm(read.flatten(0, 1)).view_as(read) * F.silu(z.reshape(read.shape))
+        output = cast(RecurrentContext, context).recur(
+            inputs, gates, self.taps
+        )  # [T, value_heads, value_dim]
+        gated = self.norm(output.flatten(0, 1)).view_as(output) * F.silu(z.reshape(output.shape))
         return self.ranks.sum(self.out(gated.flatten(1)))
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -69,6 +71,8 @@ class GatedDeltaNet(nn.Module):
             return *inputs.split(self.inputs.parts, -1), *gates.split(self.gates.parts, -1)
         group_size = kind.value_heads // kind.key_heads  # heads that a key head serves
         parts = kind.key_dim, kind.key_dim, group_size * kind.value_dim, group_size * kind.value_dim
-        q, k, v, z = (part.flatten(1) for part in inputs.unflatten(-1, (kind.key_heads, -1)).split(parts, -1))
-        b, a = (part.flatten(1) for part in gates.unflatten(-1, (kind.key_heads, -1)).split(group_size, -1))
+        q, k, v, z = (
+            chunk.flatten(1) for chunk in inputs.unflatten(-1, (kind.key_heads, -1)).split(parts, -1)
+        )
+        b, a = (chunk.flatten(1) for chunk in gates.unflatten(-1, (kind.key_heads, -1)).split(group_size, -1))
         return torch.cat([q, k, v], -1), z, b, a

@@ -68,7 +68,7 @@ class Mamba2(nn.Module):
         step = F.softplus(step.float() + self.decay_bias)
         gates = torch.stack([self.rate * step, step], 1)
         # [T, value_heads, value_dim]
-        read = cast(RecurrentContext, context).recur(inputs, gates, self.taps, self.direct)
-        gated = read.flatten(1).float() * F.silu(z.float())
+        output = cast(RecurrentContext, context).recur(inputs, gates, self.taps, self.direct)
+        gated = output.flatten(1).float() * F.silu(z.float())
         normed, _ = self.kernels.add_rms_norm(gated.reshape(-1, self.group), None, self.ones, self.eps)
         return self.kernels.ranks.sum(self.out(normed.view_as(gated).to(x.dtype) * self.norm))

@@ -41,10 +41,10 @@ class EntryMaker(nn.Module):
         self.bias = in_float32(compression.every, entries * dim)
         self.norm = RMSNorm(dim, arch.norm_eps, kernels)
 
-    def forward(self, left: Tensor, there: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, inputs: Tensor, there: Tensor, rotation: Rotation) -> Tensor:
         """left [n, span, 2 * entries * dim], there [n, span], rotation of the entries → [n, 1, dim]"""
-        values, gates = left.chunk(2, -1)
-        gates = gates + self.bias.repeat(left.shape[1] // self.every, 1)
+        values, gates = inputs.chunk(2, -1)
+        gates = gates + self.bias.repeat(inputs.shape[1] // self.every, 1)
         values, gates = (
             self.entry_parts(values),
             self.entry_parts(gates).masked_fill(~there.unsqueeze(-1), -torch.inf),
@@ -95,12 +95,12 @@ class Compressor(nn.Module):
         """x [T, hidden], latent [T, q_rank]: what the rows leave for entries is stored, and so are the
         entries that they complete; then entries are selected for them."""
         indexer = self.indexer
-        left = (
+        inputs = (
             self.maker.project(x)
             if indexer is None
             else torch.cat([self.maker.project(x), indexer.maker.project(x)], -1)
         )
-        store(context.inputs, context.slots, left.unsqueeze(1))
+        store(context.inputs, context.slots, inputs.unsqueeze(1))
         completed = context.completed
         if len(completed.slots):
             there, turned = completed.there, rotation.at(completed.positions)
@@ -148,8 +148,8 @@ class SharedKV(nn.Module):
         self.store_row(row, rotation, context)
         if self.compressor is not None:
             self.compressor(x, latent, rotation, cast(CompressingContext, context))
-        seen = rotation.rotate_last(context.attend(q, self.sinks), back=True)  # [T, heads, dim]
-        grouped = self.by_group(seen.flatten(1).unflatten(1, (self.groups, -1)), None)
+        attended = rotation.rotate_last(context.attend(q, self.sinks), back=True)  # [T, heads, dim]
+        grouped = self.by_group(attended.flatten(1).unflatten(1, (self.groups, -1)), None)
         return self.kernels.ranks.sum(self.out(grouped.flatten(1)))
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> None:

@@ -19,14 +19,14 @@ class PartClock:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.events: list[tuple[str, Any]] = []
 
-    def __call__(self, part: str) -> None:
+    def __call__(self, stage: str) -> None:
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self.events.append((part, event))
+            self.events.append((stage, event))
             return
         now = perf_counter()
-        self.seconds[part] += now - self.last
+        self.seconds[stage] += now - self.last
         self.last = now
 
     def reset(self) -> None:
@@ -38,6 +38,6 @@ class PartClock:
         """Seconds of each part since the last reset."""
         if self.events:
             self.events[-1][1].synchronize()
-        for (_, before), (part, event) in zip(self.events, self.events[1:], strict=False):
-            self.seconds[part] += before.elapsed_time(event) / 1000
-        return {part: seconds for part, seconds in self.seconds.items() if part != "start"}
+        for (_, before), (stage, event) in zip(self.events, self.events[1:], strict=False):
+            self.seconds[stage] += before.elapsed_time(event) / 1000
+        return {stage: seconds for stage, seconds in self.seconds.items() if stage != "start"}

@@ -19,7 +19,7 @@ class ExpertLoad:
     trial at start computes is not counted."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.written = file, monotonic()
+        self.file, self.last_write = file, monotonic()
         self.counts: dict[int, Tensor] = {}
         self.started = False
 
@@ -31,10 +31,10 @@ class ExpertLoad:
         """Ends a tick; `idle`: no engine had work in it."""
         if not self.started:
             self.started, self.counts = True, {}
-        elif self.counts and (idle or monotonic() - self.written > EVERY_S):
+        elif self.counts and (idle or monotonic() - self.last_write > EVERY_S):
             new_file = self.file.with_name(f"{self.file.name}.new")
             new_file.write_text(
                 json.dumps({layer: self.counts[layer].tolist() for layer in sorted(self.counts)}) + "\n"
             )
             os.replace(new_file, self.file)
-            self.written = monotonic()
+            self.last_write = monotonic()

@@ -55,12 +55,12 @@ class TorchPeers:
         return [tensor.tolist() for tensor in tensors]
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        taken = rows.new_empty(sum(received), rows.shape[1])
+        received_rows = rows.new_empty(sum(received), rows.shape[1])
         try:
-            self.devices.alltoall_base(taken, rows.contiguous(), list(received), list(sent)).wait()
+            self.devices.alltoall_base(received_rows, rows.contiguous(), list(received), list(sent)).wait()
         except RuntimeError as error:
             raise EngineDead(gone(error)) from error
-        return taken
+        return received_rows
 
 
 def gone(error: RuntimeError) -> str:

@@ -55,7 +55,7 @@ def in_order(experts: int, size: int) -> list[int]:
     return [expert * size // experts for expert in range(experts)]
 
 
-def read(file: str, size: int, layers: Mapping[int, int]) -> Owners:
+def read_owners(file: str, size: int, layers: Mapping[int, int]) -> Owners:
     """`size`: how many EP ranks there are. `layers`: those with experts, and how many. Raises ConfigError
     that names file, layer and what is wrong."""
     try:

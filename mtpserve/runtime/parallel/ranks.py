@@ -81,8 +81,8 @@ class TorchRanks:
             return x
         first, *others = self._parts(x)
         total = first.float()
-        for part in others:
-            total = total + part.float()
+        for tensor in others:
+            total = total + tensor.float()
         return total.to(x.dtype)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class TorchRanks:
             dist.all_gather(tensors, numbers)
         except RuntimeError as error:
             raise PeerGone(str(error)) from error
-        return [part.view(x.dtype).view(x.shape) for part in tensors]
+        return [tensor.view(x.dtype).view(x.shape) for tensor in tensors]
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -72,8 +72,8 @@ class Rounds:
         here = owners == torch.arange(self.peers.size, device=self.device)[:, None, None]  # [peers, T, K]
         goes = here.any(-1)
         rows, pairs = torch.stack([goes.sum(1), here.sum((1, 2))]).tolist()
-        wanted = torch.where(here, numbers, -1)[goes]
-        answers = self.round(layer, x[goes.nonzero()[:, 1]], wanted, rows, pairs)
+        expert_ids = torch.where(here, numbers, -1)[goes]
+        answers = self.round(layer, x[goes.nonzero()[:, 1]], expert_ids, rows, pairs)
         assert answers is not None
         _, row, choice = here.nonzero(as_tuple=True)  # the order in which they come
         out = torch.zeros(*topk_ids.shape, self.hidden, dtype=x.dtype, device=self.device)
@@ -94,7 +94,7 @@ class Rounds:
             self.load.tick(idle)
 
     def round(
-        self, layer: int, x: Tensor, wanted: Tensor, rows: Sequence[int], pairs: Sequence[int]
+        self, layer: int, x: Tensor, expert_ids: Tensor, rows: Sequence[int], pairs: Sequence[int]
     ) -> Tensor | None:
         """x [n, hidden] and wanted [n, top_k], numbers of the receiver's experts or -1, for each rank so many
         `rows`, in which it finds so many `pairs` of a row and an expert → [pairs, hidden], what the experts
@@ -102,7 +102,7 @@ class Rounds:
 
         Raises EngineDead for whatever fails here: the others wait for what will not come."""
         try:
-            return self._round(layer, x, wanted, rows, pairs)
+            return self._round(layer, x, expert_ids, rows, pairs)
         except EngineDead:
             raise
         except Exception as error:
@@ -111,7 +111,7 @@ class Rounds:
             ) from error
 
     def _round(
-        self, layer: int, x: Tensor, wanted: Tensor, rows: Sequence[int], pairs: Sequence[int]
+        self, layer: int, x: Tensor, expert_ids: Tensor, rows: Sequence[int], pairs: Sequence[int]
     ) -> Tensor | None:
         PULSE.beat()
         peers = self.peers
@@ -120,17 +120,17 @@ class Rounds:
             return None
         received = [counts[peers.rank] for counts in sent]
         # A row and its experts travel together, as bytes.
-        payload = torch.cat([as_bytes(x), as_bytes(wanted.int())], 1)
-        taken = peers.swap(payload, rows, received)
-        width = taken.shape[1] - 4 * self.top_k
+        payload = torch.cat([as_bytes(x), as_bytes(expert_ids.int())], 1)
+        received_rows = peers.swap(payload, rows, received)
+        width = received_rows.shape[1] - 4 * self.top_k
         theirs, topk_ids = (
-            taken[:, :width].contiguous().view(self.dtype),
-            taken[:, width:].contiguous().view(torch.int32),
+            received_rows[:, :width].contiguous().view(self.dtype),
+            received_rows[:, width:].contiguous().view(torch.int32),
         )
         outputs = self.compute(layers, received, theirs, topk_ids)
         of_sender = [
-            int(part)
-            for part in torch.stack([(part >= 0).sum() for part in topk_ids.split(received)]).tolist()
+            int(count)
+            for count in torch.stack([(ids >= 0).sum() for ids in topk_ids.split(received)]).tolist()
         ]
         return peers.swap(as_bytes(outputs), of_sender, pairs).view(self.dtype)
 

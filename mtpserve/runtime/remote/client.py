@@ -61,9 +61,9 @@ class PageClient:
         self._facts, self._seconds, self._way, self._nixl = facts, seconds, way, nixl
         self._mapped = Mapped()
 
-    def fetch(self, source: PageSource, wanted: Seq[WantedPage]) -> Fetched:
+    def fetch(self, source: PageSource, targets: Seq[WantedPage]) -> Fetched:
         """Raises nothing: whatever goes wrong is why a page is not there."""
-        pull = Pull(wanted)
+        pull = Pull(targets)
         where = f"pages of {source.host} port {source.port}"
         try:
             with socket.create_connection((source.host, source.port), CONNECT_S) as connection:
@@ -76,7 +76,7 @@ class PageClient:
                 "%s: %d of %d are not there (%s)",
                 where,
                 sum(map(bool, pull.missing)),
-                len(wanted),
+                len(targets),
                 ", ".join(bad),
             )
         return Fetched(pull.missing, perf_counter() - (pull.answered if source.waits else pull.began))
@@ -92,7 +92,7 @@ class PageClient:
             pull.all_are("differs")
             raise ValueError(f"it computes them in another way: {difference}")
         take = self._taking(hello, pull)
-        pages = [(page.group, page.key) for page in pull.wanted]
+        pages = [(page.group, page.key) for page in pull.targets]
         send(connection, WantPages(source.lease, source.waits, self._seconds, pages, copies=take is not None))
         connection.settimeout(self._seconds + QUIET_S)
         pull.all_are("timeout")
@@ -101,7 +101,7 @@ class PageClient:
         connection.settimeout(QUIET_S)
         pull.all_are("absent" if give.has_lease else "timeout" if source.waits else "ended")
         while True:
-            if any(not 0 <= page.index < len(pull.wanted) for page in give.pages):
+            if any(not 0 <= page.index < len(pull.targets) for page in give.pages):
                 raise ValueError("it gives pages that were not asked for")
             for page in give.pages:
                 pull.missing[page.index] = "broken"
@@ -109,7 +109,7 @@ class PageClient:
             if not give.more:
                 break
             give = receive(connection, Give)
-        send(connection, Done(pull.taken, pull.bytes, perf_counter() - pull.answered))
+        send(connection, Done(pull.num_pages, pull.bytes, perf_counter() - pull.answered))
 
     def _taking(self, hello: Hello, pull: Pull) -> Callable[[Seq[PageEntry]], None] | None:
         """Returns the function that takes pages from the other node's memory; None: there is none."""
@@ -130,27 +130,27 @@ class PageClient:
 class Pull:
     """What becomes of the pages that one request wants."""
 
-    def __init__(self, wanted: Seq[WantedPage]) -> None:
-        self.wanted, self.missing = wanted, ["unreachable"] * len(wanted)
+    def __init__(self, targets: Seq[WantedPage]) -> None:
+        self.targets, self.missing = targets, ["unreachable"] * len(targets)
         self.began = self.answered = perf_counter()
-        self.taken = self.bytes = 0
+        self.num_pages = self.bytes = 0
 
     def all_are(self, why: str) -> None:
-        self.missing = [why] * len(self.wanted)
+        self.missing = [why] * len(self.targets)
 
     def receive(self, connection: socket.socket, pages: Seq[PageEntry]) -> None:
         for page in pages:
-            receive_into(connection, self.wanted[page.index].target.data)
+            receive_into(connection, self.targets[page.index].target.data)
             self._check(page)
 
     def copy(self, memory: np.ndarray, pages: Seq[PageEntry]) -> None:
         for page in pages:
-            target = self.wanted[page.index].target
+            target = self.targets[page.index].target
             np.copyto(target, memory[page.start : page.start + len(target)])
             self._check(page)
 
     def read(self, nixl: Nixl, other: Hello, pages: Seq[PageEntry]) -> None:
-        targets = [(page.start, self.wanted[page.index].target) for page in pages]
+        targets = [(page.start, self.targets[page.index].target) for page in pages]
         places = [(other.base + start, target.ctypes.data, len(target)) for start, target in targets]
         if not nixl.read(other.nixl, places, QUIET_S):
             raise ValueError("NIXL could not read from its memory")
@@ -158,6 +158,6 @@ class Pull:
             self._check(page)
 
     def _check(self, page: PageEntry) -> None:
-        target = self.wanted[page.index].target
+        target = self.targets[page.index].target
         self.missing[page.index] = "" if zlib.crc32(target.data) == page.checksum else "damaged"
-        self.taken, self.bytes = self.taken + 1, self.bytes + len(target)
+        self.num_pages, self.bytes = self.num_pages + 1, self.bytes + len(target)

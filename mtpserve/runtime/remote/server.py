@@ -91,7 +91,7 @@ class Readers:
         self._blocks, self._leases = blocks, leases
         self._nixl = nixl  # as long as it lives, others read by it
         self._hello = Hello(
-            facts, blocks.address, b"" if nixl is None else nixl.metadata, blocks.whole.data_ptr()
+            facts, blocks.address, b"" if nixl is None else nixl.metadata, blocks.tensor.data_ptr()
         )
         self._views: list[Tensor] = blocks.blocks
 
@@ -116,22 +116,24 @@ class Readers:
         if pages is None:
             send(connection, Give(False, []))
             return
-        there = [(index, place) for index, place in enumerate(want.pages) if place in pages]
+        there = [(index, page_id) for index, page_id in enumerate(want.pages) if page_id in pages]
         for start in range(0, max(len(there), 1), TOGETHER):
             some = there[start : start + TOGETHER]
-            batch = [self._entry(index, place, pages[place]) for index, place in some]
+            batch = [self._entry(index, page_id, pages[page_id]) for index, page_id in some]
             # What was not theirs any more while the checksums were taken has the wrong ones.
-            good = self._leases.holds(want.lease, (place for _, place in some))
+            good = self._leases.holds(want.lease, (page_id for _, page_id in some))
             send(connection, Give(good, batch if good else [], more=good and start + TOGETHER < len(there)))
             if not good:
                 return
             if not want.copies:
-                for _, place in some:
-                    connection.sendall(self._bytes(place[0], pages[place]))
+                for _, page_id in some:
+                    connection.sendall(self._bytes(page_id[0], pages[page_id]))
 
-    def _entry(self, index: int, place: Place, block: int) -> PageEntry:
-        group = place[0]
-        return PageEntry(index, self._blocks.place(group, block)[0], zlib.crc32(self._bytes(group, block)))
+    def _entry(self, index: int, page_id: Place, block: int) -> PageEntry:
+        group = page_id[0]
+        return PageEntry(
+            index, self._blocks.byte_range(group, block)[0], zlib.crc32(self._bytes(group, block))
+        )
 
     def _bytes(self, group: int, block: int) -> memoryview:
         view: memoryview = self._views[group][block].numpy().data

@@ -72,13 +72,13 @@ class SharedBlocks:
             ) from error
         if rank == 0:
             self._memory[:NONCE] = secrets.token_bytes(NONCE)
-        self.whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         if pin:
             torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(self.whole.data_ptr(), self.whole.numel(), 0)
+                torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.tensor.numel(), 0)
             )
         self.blocks: list[Tensor] = [  # [blocks, bytes] of each group
-            self.whole[start : start + count * size].view(count, size)
+            self.tensor[start : start + count * size].view(count, size)
             for start, count, size in zip(self._starts, counts, self._sizes, strict=False)
         ]
         # this rank's part of the blocks
@@ -88,7 +88,7 @@ class SharedBlocks:
         ]
         self.address = Address(os.getpid(), descriptor, self._starts[-1], self._memory[:NONCE])
 
-    def place(self, group: int, block: int) -> tuple[int, int]:
+    def byte_range(self, group: int, block: int) -> tuple[int, int]:
         """Returns a block's start and size, in bytes."""
         return self._starts[group] + block * self._sizes[group], self._sizes[group]
 

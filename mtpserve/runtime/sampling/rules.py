@@ -76,15 +76,15 @@ class LogitRules:
         if not self.processors and not any(request.has_rules for request in requests):
             return None
         worded: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-        waiting: dict[tuple[int, ...], list[int]] = {}
+        blocked_stops: dict[tuple[int, ...], list[int]] = {}
         for request in requests:
             if request.bad_words:
                 worded.setdefault(request.bad_words, []).append(request.req_idx)
             if request.is_below_min_tokens:
                 params = request.sampling
                 ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)})
-                waiting.setdefault(tuple(ends), []).append(request.req_idx)
-        return RuleGroups(worded, waiting)
+                blocked_stops.setdefault(tuple(ends), []).append(request.req_idx)
+        return RuleGroups(worded, blocked_stops)
 
 
 def biases(request: RunnerRequest) -> dict[int, float]:
@@ -103,7 +103,7 @@ class RuleGroups:
     """Seats by their rules, not one by one: many requests of one client have the same."""
 
     worded: dict[tuple[tuple[int, ...], ...], list[int]]  # words of several tokens that must not occur
-    waiting: dict[tuple[int, ...], list[int]]  # stop tokens that may not come yet
+    blocked_stops: dict[tuple[int, ...], list[int]]  # stop tokens that may not come yet
 
     @property
     def lists(self) -> list[Seq[int]]:
@@ -111,7 +111,7 @@ class RuleGroups:
         device_lists: list[Seq[int]] = []
         for words, seats in self.worded.items():
             device_lists += [seats, *(word[:-1] for word in words)]
-        for ends, seats in self.waiting.items():
+        for ends, seats in self.blocked_stops.items():
             device_lists += [seats, ends]
         return device_lists
 
@@ -139,7 +139,7 @@ class BatchRules:
         self.any_penalty = any(request.has_penalty for request in requests)
         parts: Iterator[Tensor] = iter(lists)
         self.worded = [Words(words, next(parts), [next(parts) for _ in words]) for words in groups.worded]
-        self.waiting = [(next(parts), next(parts)) for _ in groups.waiting]  # seats, stop tokens
+        self.blocked_stops = [(next(parts), next(parts)) for _ in groups.blocked_stops]  # seats, stop tokens
         self.grammars = GrammarRules(requests, rules.vocab)
 
     def apply(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class BatchRules:
             logits = logits + self.rules.bias[req_indices]
         for words in self.worded:
             logits = self.without_words(logits, words, req_indices, path, count)
-        for held_indices, ends in self.waiting:
+        for held_indices, ends in self.blocked_stops:
             logits = self.without_end(logits, ends, torch.isin(req_indices, held_indices), req_indices, count)
         if self.any_penalty:
             logits = self.penalised(logits, req_indices, path, count)
@@ -168,10 +168,10 @@ class BatchRules:
         """Called before the seats move on."""
         if self.any_penalty:
             assert self.rules.counts is not None
-            place = torch.arange(verify_output.tokens.shape[1], device=verify_output.tokens.device)
-            mask = (place <= verify_output.num_accepted_tokens.unsqueeze(1)) & batch.samples.bool().unsqueeze(
-                1
-            )
+            positions = torch.arange(verify_output.tokens.shape[1], device=verify_output.tokens.device)
+            mask = (
+                positions <= verify_output.num_accepted_tokens.unsqueeze(1)
+            ) & batch.samples.bool().unsqueeze(1)
             req_indices = batch.req_indices.unsqueeze(1).expand_as(verify_output.tokens)
             self.rules.counts.index_put_((req_indices, verify_output.tokens), mask.long(), accumulate=True)
         if self.rules.processors or self.grammars:
@@ -206,22 +206,22 @@ class BatchRules:
         length = self.req_tensors.num_tokens[req_indices]
         tail = length.unsqueeze(1) - longest + torch.arange(longest, device=logits.device)
         history = torch.cat([self.req_tensors.tokens[req_indices.unsqueeze(1), tail.clamp(min=0)], path], 1)
-        written = length + count - self.req_tensors.num_prompt_tokens(req_indices)
+        num_output_tokens = length + count - self.req_tensors.num_prompt_tokens(req_indices)
         logits = logits.clone()
         for word, rest in zip(words.words, words.before, strict=True):
             before = len(rest)
-            place = (longest + count - before).unsqueeze(1) + torch.arange(before, device=logits.device)
-            same = (history.gather(1, place) == rest).all(1)
-            logits[:, word[-1]].masked_fill_(same & (written >= before) & owned, -torch.inf)
+            columns = (longest + count - before).unsqueeze(1) + torch.arange(before, device=logits.device)
+            same = (history.gather(1, columns) == rest).all(1)
+            logits[:, word[-1]].masked_fill_(same & (num_output_tokens >= before) & owned, -torch.inf)
         return logits
 
     def without_end(
         self, logits: Tensor, ends: Tensor, owned: Tensor, req_indices: Tensor, count: Tensor
     ) -> Tensor:
-        written = (
+        num_output_tokens = (
             self.req_tensors.num_tokens[req_indices] + count - self.req_tensors.num_prompt_tokens(req_indices)
         )
-        early = owned & (written < self.rules.least[req_indices])
+        early = owned & (num_output_tokens < self.rules.least[req_indices])
         logits = logits.clone()
         logits[:, ends] = logits[:, ends].masked_fill(early.unsqueeze(1), -torch.inf)
         return logits

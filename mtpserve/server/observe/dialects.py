@@ -75,22 +75,32 @@ class SGLang(Observer):
             "request_time_per_output_token_seconds",
             "A request's mean time per token.",
             SGLANG_TOKEN,
-            lambda seen: seen.per_token,
+            lambda observed: observed.per_token,
         ),
-        ("e2e_request_latency_seconds", "End-to-end latency.", SGLANG_REQUEST, lambda seen: seen.seconds),
+        (
+            "e2e_request_latency_seconds",
+            "End-to-end latency.",
+            SGLANG_REQUEST,
+            lambda observed: observed.seconds,
+        ),
         (
             "prompt_tokens_histogram",
             "Prompt tokens per request.",
             LENGTHS,
-            lambda seen: len(seen.request.prompt),
+            lambda observed: len(observed.request.prompt),
         ),
         (
             "uncached_prompt_tokens_histogram",
             "Prompt tokens per request that were computed.",
             LENGTHS,
-            lambda seen: seen.computed,
+            lambda observed: observed.computed,
         ),
-        ("generation_tokens_histogram", "Generated tokens per request.", LENGTHS, lambda seen: seen.tokens),
+        (
+            "generation_tokens_histogram",
+            "Generated tokens per request.",
+            LENGTHS,
+            lambda observed: observed.tokens,
+        ),
     )
 
     def __init__(
@@ -125,13 +135,13 @@ class SGLang(Observer):
 
     def families(self, now: Scrape) -> Iterable[Metric]:
         stats, card, rates = now.stats, now.card, now.rates
-        used, cached, total = (
+        num_used, cached, total = (
             pages * card.page_size for pages in (stats.pages_used, stats.pages_cached, stats.pages_total)
         )
         gauges: list[Row] = [
             ("token_usage", "Share of the KV pool in use.", stats.page_share),
-            ("num_used_tokens", "Tokens' places in use in the KV pool.", used),
-            ("kv_used_tokens", "Tokens' places in use in the KV pool.", used),
+            ("num_used_tokens", "Tokens' places in use in the KV pool.", num_used),
+            ("kv_used_tokens", "Tokens' places in use in the KV pool.", num_used),
             (
                 "kv_evictable_tokens",
                 "Tokens' places in the KV pool that nobody uses, in the prefix cache.",
@@ -140,7 +150,7 @@ class SGLang(Observer):
             (
                 "kv_available_tokens",
                 "Tokens' places in the KV pool that hold nothing.",
-                total - used - cached,
+                total - num_used - cached,
             ),
             ("max_total_num_tokens", "Tokens that the KV pool holds.", total),
             ("page_size", "Tokens in a page.", card.page_size),
@@ -188,20 +198,20 @@ class SGLang(Observer):
         ]
         yield from self.rows(counters, [])
 
-    def end(self, seen: Observed) -> None:
-        super().end(seen)
-        if seen.outcome == "abort":
+    def end(self, observed: Observed) -> None:
+        super().end(observed)
+        if observed.outcome == "abort":
             self._aborted().inc()
-        if seen.times is not None:
-            self._queue.observe(seen.times.queued)
-        if not seen.finished:
+        if observed.times is not None:
+            self._queue.observe(observed.times.queued)
+        if not observed.finished:
             return
-        streaming = str(seen.streaming).lower()
-        self._prompt(streaming).inc(len(seen.request.prompt))
-        self._cached("device").inc(seen.cached)
-        self._generated(streaming).inc(seen.tokens)
+        streaming = str(observed.streaming).lower()
+        self._prompt(streaming).inc(len(observed.request.prompt))
+        self._cached("device").inc(observed.cached)
+        self._generated(streaming).inc(observed.tokens)
         self._requests(streaming).inc()
-        if seen.request.sampling.grammar is not None:
+        if observed.request.sampling.grammar is not None:
             self._structured().inc()
 
 
@@ -216,42 +226,57 @@ class VLLM(Observer):
             "request_time_per_output_token_seconds",
             "A request's mean time per token.",
             VLLM_TOKEN,
-            lambda seen: seen.per_token,
+            lambda observed: observed.per_token,
         ),
-        ("e2e_request_latency_seconds", "End-to-end latency.", VLLM_REQUEST, lambda seen: seen.seconds),
+        (
+            "e2e_request_latency_seconds",
+            "End-to-end latency.",
+            VLLM_REQUEST,
+            lambda observed: observed.seconds,
+        ),
         (
             "request_decode_time_seconds",
             "From the first token to the last.",
             VLLM_REQUEST,
-            lambda seen: seen.decoding,
+            lambda observed: observed.decoding,
         ),
         (
             "request_prompt_tokens",
             "Prompt tokens per request.",
             LENGTHS,
-            lambda seen: len(seen.request.prompt),
+            lambda observed: len(observed.request.prompt),
         ),
         (
             "request_prefill_kv_computed_tokens",
             "Prompt tokens per request that were computed.",
             LENGTHS,
-            lambda seen: seen.computed,
+            lambda observed: observed.computed,
         ),
-        ("request_generation_tokens", "Generated tokens per request.", LENGTHS, lambda seen: seen.tokens),
+        (
+            "request_generation_tokens",
+            "Generated tokens per request.",
+            LENGTHS,
+            lambda observed: observed.tokens,
+        ),
         # Each choice is a request here.
         (
             "request_max_num_generation_tokens",
             "Generated tokens per choice.",
             LENGTHS,
-            lambda seen: seen.tokens,
+            lambda observed: observed.tokens,
         ),
         (
             "request_params_max_tokens",
             "max_tokens of requests that gave one.",
             LENGTHS,
-            lambda seen: seen.request.sampling.max_tokens,
+            lambda observed: observed.request.sampling.max_tokens,
         ),
-        ("request_params_n", "n of each prompt.", VLLM_CHOICES, lambda seen: seen.request.choices or None),
+        (
+            "request_params_n",
+            "n of each prompt.",
+            VLLM_CHOICES,
+            lambda observed: observed.request.choices or None,
+        ),
     )
 
     def __init__(
@@ -328,7 +353,9 @@ class VLLM(Observer):
     ) -> Metric:
         """By engine, and by the values of one more label."""
         values = [
-            ([str(engine.number), part], value) for engine in engines for part, value in parts(engine.stats)
+            ([str(engine.number), label_value], value)
+            for engine in engines
+            for label_value, value in parts(engine.stats)
         ]
         return self.family(kind, name, help, values, "engine", label)
 
@@ -336,14 +363,14 @@ class VLLM(Observer):
         self._token.observe(seconds, engine=engine)
         self._token_once.observe(seconds, engine=engine)
 
-    def end(self, seen: Observed) -> None:
-        super().end(seen)
-        if seen.outcome in VLLM_FINISHED:
-            self._success(str(seen.engine), seen.outcome).inc()
-        if seen.finished and seen.times is not None:
-            self._queue.observe(seen.times.queued, engine=seen.engine)
-            self._prefill.observe(seen.times.prompt, engine=seen.engine)
-            self._inference.observe(seen.times.prompt + seen.decoding, engine=seen.engine)
+    def end(self, observed: Observed) -> None:
+        super().end(observed)
+        if observed.outcome in VLLM_FINISHED:
+            self._success(str(observed.engine), observed.outcome).inc()
+        if observed.finished and observed.times is not None:
+            self._queue.observe(observed.times.queued, engine=observed.engine)
+            self._prefill.observe(observed.times.prompt, engine=observed.engine)
+            self._inference.observe(observed.times.prompt + observed.decoding, engine=observed.engine)
 
 
 def by_reason(stats: EngineStats) -> list[tuple[str, float]]:

@@ -77,7 +77,7 @@ class RecentHistory:
     ) -> None:
         self._stats, self._latencies, self._clock, self._began = stats, latencies, clock, clock()
         self._samples: deque[Sample] = deque(maxlen=round(KEPT_S / EVERY_S) + 1)
-        self._before, self._taken = EngineStats(), 0.0
+        self._before, self._last_sample = EngineStats(), 0.0
         self._started: Counts = {
             name: (0,) * (len(histogram.bounds) + 1) for name, histogram in latencies.items()
         }
@@ -85,7 +85,7 @@ class RecentHistory:
     def sample(self) -> None:
         """Takes one, if the last is old enough."""
         now = self._now()
-        seconds = now - self._taken
+        seconds = now - self._last_sample
         if seconds < EVERY_S - EARLY_S:
             return
         stats, before = self._stats(), self._before
@@ -104,7 +104,7 @@ class RecentHistory:
             )
         )
         # The lists are the engine's own where it is in this process: they go on counting.
-        self._before, self._taken = replace(stats, steps_per_depth=list(stats.steps_per_depth)), now
+        self._before, self._last_sample = replace(stats, steps_per_depth=list(stats.steps_per_depth)), now
 
     async def keep(self) -> None:
         """Runs until it is cancelled."""

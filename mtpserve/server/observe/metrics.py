@@ -66,25 +66,25 @@ class MTPServe(Observer):
             "time_per_output_token_seconds",
             "A finished request's mean time per token after its first.",
             TOKEN_BUCKETS,
-            lambda seen: seen.per_token,
+            lambda observed: observed.per_token,
         ),
         (
             "e2e_request_latency_seconds",
             "From a request's arrival to its last token.",
             REQUEST_BUCKETS,
-            lambda seen: seen.seconds,
+            lambda observed: observed.seconds,
         ),
         (
             "request_prompt_tokens",
             "Prompt tokens of a finished request.",
             LENGTH_BUCKETS,
-            lambda seen: len(seen.request.prompt),
+            lambda observed: len(observed.request.prompt),
         ),
         (
             "request_generation_tokens",
             "Output tokens of a finished request.",
             LENGTH_BUCKETS,
-            lambda seen: seen.tokens,
+            lambda observed: observed.tokens,
         ),
     )
 
@@ -120,9 +120,9 @@ class MTPServe(Observer):
 
     def families(self, now: Scrape) -> Iterable[Metric]:
         """All metrics in the order of docs/operating.md: single values, values with labels, engines."""
-        steps, whole = now.card.speculative_steps, [((), now.stats)]
+        steps, stats_rows = now.card.speculative_steps, [((), now.stats)]
         yield from self.rows([], [("engine_up", "1 while an engine takes requests.", float(now.alive))])
-        yield from self.of_stats(lambda entry: entry.series if entry.is_single else (), whole, steps)
+        yield from self.of_stats(lambda entry: entry.series if entry.is_single else (), stats_rows, steps)
         yield from self.rows([bonus_tokens(now.stats)], gauges(now))
         yield self.family(
             GaugeMetricFamily,
@@ -131,7 +131,7 @@ class MTPServe(Observer):
             [([now.card.algorithm or "none"], 1)],
             "algorithm",
         )
-        yield from self.of_stats(lambda entry: () if entry.is_single else entry.series, whole, steps)
+        yield from self.of_stats(lambda entry: () if entry.is_single else entry.series, stats_rows, steps)
         for name, help, kind, fact in OF_ENGINES:
             values = [([str(engine.number)], float(fact(engine))) for engine in now.engines]
             yield self.family(kind, f"replica_{name}", help, values, "engine")
@@ -142,14 +142,14 @@ class MTPServe(Observer):
         super().step(seconds, tokens, engine)
         self._gap.observe(seconds)
 
-    def end(self, seen: Observed) -> None:
-        super().end(seen)
-        self._outcomes(seen.outcome).inc()
-        if seen.request.sampling.speculation.depth == 0:
+    def end(self, observed: Observed) -> None:
+        super().end(observed)
+        self._outcomes(observed.outcome).inc()
+        if observed.request.sampling.speculation.depth == 0:
             self._plain("request").inc()
-        if seen.times is not None:
-            self._queue.observe(seen.times.queued)
-            self._prompt.observe(seen.times.prompt)
+        if observed.times is not None:
+            self._queue.observe(observed.times.queued)
+            self._prompt.observe(observed.times.prompt)
 
 
 def bonus_tokens(stats: EngineStats) -> Row:

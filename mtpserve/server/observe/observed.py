@@ -78,42 +78,42 @@ class RequestClock:
         route: str = "",
     ) -> None:
         self._observers, self._where = observers, where
-        self.seen = Observed(request, streaming)
+        self.observed = Observed(request, streaming)
         self.arrival = arrival
         self.route = route
         self._last = arrival
 
     @property
     def engine(self) -> int:
-        return self._where(self.seen.request.id)
+        return self._where(self.observed.request.id)
 
     def tokens(self, count: int, times: FirstTokenTimes | None, cached: int = 0) -> None:
         if count == 0:
             return
-        seen, now = self.seen, perf_counter()
+        observed, now = self.observed, perf_counter()
         gap, self._last = now - self._last, now
-        seen.tokens += count
-        seen.engine = self.engine
-        if seen.first_token is None:
-            seen.first_token, seen.times, seen.cached = gap, times, cached
+        observed.tokens += count
+        observed.engine = self.engine
+        if observed.first_token is None:
+            observed.first_token, observed.times, observed.cached = gap, times, cached
             for observer in self._observers:
-                observer.first_token(gap, seen.engine)
+                observer.first_token(gap, observed.engine)
         else:
-            seen.decoding += gap
+            observed.decoding += gap
             for observer in self._observers:
-                observer.step(gap, count, seen.engine)
+                observer.step(gap, count, observed.engine)
 
     def verified(self, proposed: int, accepted: int) -> None:
         """A step's tokens, at least one of them proposed."""
-        self.seen.verifications += 1
-        self.seen.proposed_tokens += proposed
-        self.seen.accepted_tokens += accepted
+        self.observed.verifications += 1
+        self.observed.proposed_tokens += proposed
+        self.observed.accepted_tokens += accepted
 
     def end(self, outcome: str) -> None:
-        self.seen.outcome = outcome
-        self.seen.seconds = perf_counter() - self.arrival
+        self.observed.outcome = outcome
+        self.observed.seconds = perf_counter() - self.arrival
         for observer in self._observers:
-            observer.end(self.seen)
+            observer.end(self.observed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +193,8 @@ def buckets(counts: list[int], bounds: Sequence[float]) -> tuple[list[tuple[str,
     totals = accumulate(counts + [0] * (len(bounds) - len(counts)))
     names = map(floatToGoString, bounds)
     named = [(name, float(count)) for name, count in zip(names, totals, strict=False)]
-    whole = sum(bound * count for bound, count in zip(bounds, counts, strict=False))
-    return [*named, ("+Inf", float(sum(counts)))], whole
+    total = sum(bound * count for bound, count in zip(bounds, counts, strict=False))
+    return [*named, ("+Inf", float(sum(counts)))], total
 
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
@@ -244,10 +244,10 @@ class Observer(Collector):
         """Tokens that came together, `seconds` after those before them: they share the wait."""
         self._token.observe(seconds / tokens, tokens, engine)
 
-    def end(self, seen: Observed) -> None:
-        for histogram, value in self._finished if seen.finished else ():
-            if (measured := value(seen)) is not None:
-                histogram.observe(measured, engine=seen.engine)
+    def end(self, observed: Observed) -> None:
+        for histogram, value in self._finished if observed.finished else ():
+            if (measured := value(observed)) is not None:
+                histogram.observe(measured, engine=observed.engine)
 
     def histogram(self, name: str, help: str, buckets: Sequence[float]) -> LoopHistogram:
         loop_histogram = self.histograms[name] = LoopHistogram(
@@ -294,11 +294,11 @@ class Observer(Collector):
             for label_values, stats in rows:
                 counts: list[int] = getattr(stats, field)
                 bounds = entry.bounds or range(1, max(steps + 1, len(counts)) + 1)
-                samples, whole = buckets(counts, bounds)
+                samples, total = buckets(counts, bounds)
                 metric.add_metric(
                     [*self._labels.values(), *label_values],
                     samples,
-                    getattr(stats, entry.sum) if entry.sum else whole,
+                    getattr(stats, entry.sum) if entry.sum else total,
                 )
             return metric
         values: list[tuple[Sequence[str], float]] = []
@@ -307,7 +307,9 @@ class Observer(Collector):
             if entry.parts is None:
                 values.append((label_values, value if series.value is None else series.value(value)))
             else:
-                values += [([*label_values, part], count) for part, count in entry.parts(value, steps)]
+                values += [
+                    ([*label_values, label_value], count) for label_value, count in entry.parts(value, steps)
+                ]
         further = labels if entry.parts is None else (*labels, entry.label)
         return self.family(FAMILIES[series.kind], series.name, series.help, values, *further)
 

@@ -30,14 +30,14 @@ def tiers(stats: EngineStats) -> dict[str, Tier]:
     return {name: _tier(stats, name, *WAYS[name]) for name in there}
 
 
-def _tier(stats: EngineStats, name: str, write: str, read: str) -> Tier:
+def _tier(stats: EngineStats, name: str, write_kind: str, read_kind: str) -> Tier:
     return Tier(
         stats.tier_pages.get(name),
         stats.tier_pages_total.get(name),
         stats.loaded_pages.get(name, 0),
-        _speed(stats, write),
-        _speed(stats, read),
-        sum(stats.failed_transfers_total.get(kind, 0) for kind in (write, read)),
+        _speed(stats, write_kind),
+        _speed(stats, read_kind),
+        sum(stats.failed_transfers_total.get(kind, 0) for kind in (write_kind, read_kind)),
     )
 
 

@@ -108,8 +108,8 @@ def warnings(card: ModelCard) -> list[str]:
     """What every reader of the output must know."""
     return [
         text
-        for text, said in ((LOSSY, card.lossy), (SYNTHETIC, card.synthetic_acceptance is not None))
-        if said
+        for text, is_shown in ((LOSSY, card.lossy), (SYNTHETIC, card.synthetic_acceptance is not None))
+        if is_shown
     ]
 
 
@@ -146,9 +146,9 @@ def live_requests(clocks: Collection[RequestClock]) -> LiveRequests:
 
 
 def _row(clock: RequestClock, now: float) -> LiveRequest:
-    seen = clock.seen
-    id, _, choice = seen.request.id.rpartition("-")
-    waits = seen.first_token is None
+    observed = clock.observed
+    id, _, choice = observed.request.id.rpartition("-")
+    waits = observed.first_token is None
     return LiveRequest(
         id=id,
         choice=int(choice) if choice.isdecimal() else 0,
@@ -156,12 +156,12 @@ def _row(clock: RequestClock, now: float) -> LiveRequest:
         engine=clock.engine,
         state="waiting" if waits else "running",
         age_s=now - clock.arrival,
-        prompt_tokens=len(seen.request.prompt),
-        cached_tokens=None if waits else seen.cached,
-        output_tokens=seen.tokens,
-        verifications=seen.verifications,
-        draft_tokens=seen.proposed_tokens,
-        accepted_tokens=seen.accepted_tokens,
+        prompt_tokens=len(observed.request.prompt),
+        cached_tokens=None if waits else observed.cached,
+        output_tokens=observed.tokens,
+        verifications=observed.verifications,
+        draft_tokens=observed.proposed_tokens,
+        accepted_tokens=observed.accepted_tokens,
     )
 
 

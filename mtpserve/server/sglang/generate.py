@@ -76,7 +76,7 @@ class NativeChoice:
 
     id: str
     choice: Choice
-    wanted: Wanted
+    prompt_options: Wanted
     texts: bool  # texts of tokens stand beside their log-probabilities
     arrival: float  # perf_counter's
     scores: list[TokenLogprob] = field(default_factory=list)
@@ -126,17 +126,17 @@ class NativeChoice:
         ]
 
     def _add_logprobs(self, meta: MetaInfo) -> None:
-        wanted, prompt = self.wanted, self.choice.request.prompt
-        if not wanted.logprobs:
+        prompt_options, prompt = self.prompt_options, self.choice.request.prompt
+        if not prompt_options.logprobs:
             return
-        start = wanted.scored_from if wanted.scores(prompt) else len(prompt)
+        start = prompt_options.scored_from if prompt_options.scores(prompt) else len(prompt)
         of_prompt = list(zip(prompt[start:], self.prompt_scores[start:], strict=False))
         of_output = list(zip(self.choice.tokens, self.scores, strict=False))
         meta.input_token_logprobs = [
             self._triple(token, None if score is None else score.logprob) for token, score in of_prompt
         ]
         meta.output_token_logprobs = [self._triple(token, score.logprob) for token, score in of_output]
-        if top := wanted.top_logprobs:
+        if top := prompt_options.top_logprobs:
             meta.input_top_logprobs = [self._top(score, top) for _, score in of_prompt]
             meta.output_top_logprobs = [self._top(score, top) for _, score in of_output]
 
@@ -148,10 +148,12 @@ class NativeChoice:
         return None if logprob is None else finite(logprob), token, text
 
 
-def params_of(service: Service, wanted: Wanted, priority: int) -> SamplingParams:
+def params_of(service: Service, prompt_options: Wanted, priority: int) -> SamplingParams:
     """Raises InvalidRequest."""
-    logprobs = wanted.top_logprobs if wanted.logprobs else None
-    params = replace(wanted.sampling.params(service.tokenizer.defaults), logprobs=logprobs, priority=priority)
+    logprobs = prompt_options.top_logprobs if prompt_options.logprobs else None
+    params = replace(
+        prompt_options.sampling.params(service.tokenizer.defaults), logprobs=logprobs, priority=priority
+    )
     service.check_sampling(params)
     return params
 
@@ -163,8 +165,8 @@ async def choices_of(
     choices: list[NativeChoice] = []
     handover = service.handover(body)
     context = service.client.card.context_length
-    for number, (prompt, sampling, wanted) in enumerate(
-        zip(body.prompts, params, body.wanted(), strict=True)
+    for number, (prompt, sampling, prompt_options) in enumerate(
+        zip(body.prompts, params, body.prompt_options(), strict=True)
     ):
         spelling, max_tokens = await service.spelling(sampling), sampling.max_tokens
         if isinstance(prompt, str):
@@ -175,18 +177,20 @@ async def choices_of(
         service.check_length(ids, max_tokens, body.field)
         limit = min(DEFAULT_MAX_TOKENS, context - len(ids)) if max_tokens is None else max_tokens
         one = replace(
-            sampling, max_tokens=limit, prompt_logprobs=sampling.logprobs if wanted.scores(ids) else None
+            sampling,
+            max_tokens=limit,
+            prompt_logprobs=sampling.logprobs if prompt_options.scores(ids) else None,
         )
         rid = body.rid[number] if isinstance(body.rid, list) else body.rid
         id = rid or uuid.uuid4().hex
         id = f"{id}-{number}" if rid is not None and body.listed and not isinstance(body.rid, list) else id
         requests = requests_of(service, spelling, id, ids, one, body.choices, salt=body.salt)
-        scores_only, texts = wanted.sampling.scores_only, bool(body.return_text_in_logprobs)
+        scores_only, texts = prompt_options.sampling.scores_only, bool(body.return_text_in_logprobs)
         choices += [
             NativeChoice(
                 id,
                 Choice(service, handover.of(choice_request, number), scores_only=scores_only),
-                wanted,
+                prompt_options,
                 texts,
                 arrival,
             )
@@ -201,7 +205,9 @@ async def generate(request: Request, service: Served, body: NativeRequest) -> Re
     service.check_alive()
     body.check()
     with renamed(RENAMED):
-        params = [params_of(service, wanted, body.priority or 0) for wanted in body.wanted()]
+        params = [
+            params_of(service, prompt_options, body.priority or 0) for prompt_options in body.prompt_options()
+        ]
         native_choices = await choices_of(service, body, params, arrival)
     generation = Generation(
         service, [native.choice for native in native_choices], arrival, body.timeout, bool(body.stream)

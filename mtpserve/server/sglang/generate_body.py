@@ -190,20 +190,21 @@ class NativeRequest(Salted, TransferFields):
                     f"{len(value)}",
                     name,
                 )
-        for wanted in self.wanted():
-            if wanted.scored_from < -1:
+        for options in self.prompt_options():
+            if options.scored_from < -1:
                 raise InvalidRequest(
-                    f"logprob_start_len must be at least -1, got {wanted.scored_from}", "logprob_start_len"
+                    f"logprob_start_len must be at least -1, got {options.scored_from}",
+                    "logprob_start_len",
                 )
-            if wanted.top_logprobs and not wanted.logprobs:
+            if options.top_logprobs and not options.logprobs:
                 raise InvalidRequest("top_logprobs_num needs return_logprob to be true", "top_logprobs_num")
-            if (wanted.sampling.n or 1) != self.choices:
+            if (options.sampling.n or 1) != self.choices:
                 raise InvalidRequest(
-                    f"n must be the same for all prompts, got {self.choices} and {wanted.sampling.n or 1}",
+                    f"n must be the same for all prompts, got {self.choices} and {options.sampling.n or 1}",
                     "n",
                 )
 
-    def wanted(self) -> list[Wanted]:
+    def prompt_options(self) -> list[Wanted]:
         """What the client wants of each prompt."""
         count = len(self.prompts)
         columns = [getattr(self, name) for name in PER_PROMPT]

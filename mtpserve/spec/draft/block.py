@@ -14,23 +14,23 @@ from mtpserve.core.protocols.models import BlockModel
 
 @dataclass(frozen=True, slots=True)
 class BlockContext:
-    """core.protocols.attention.Context: rows that are stored as `stored` plans them, and attend as `attended`
-    does."""
+    """core.protocols.attention.Context: rows that are stored as `kv_context` plans them, and attend as
+    `attended` does."""
 
-    stored: Context
+    kv_context: Context
     attended: Context
 
     @property
     def slots(self) -> Tensor:
-        return self.stored.slots
+        return self.kv_context.slots
 
     @property
     def keys(self) -> Tensor:
-        return self.stored.keys
+        return self.kv_context.keys
 
     @property
     def values(self) -> Tensor:
-        return self.stored.values
+        return self.kv_context.values
 
     def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self.attended.attend(q, sinks)
@@ -53,9 +53,9 @@ def block_pass(
         return model.block(tokens, index, attention_plan)
     # Each sees all of them, and of a window what the last one sees: as if all were the last one.
     last = (rows.seq_lens - 1).repeat_interleave(tokens.shape[1])
-    whole = attention.plan(rows._replace(token_indices=last, positions=last))
+    full_plan = attention.plan(rows._replace(token_indices=last, positions=last))
     contexts = [
-        attention_plan[i] if causal else BlockContext(attention_plan[i], whole[i])
+        attention_plan[i] if causal else BlockContext(attention_plan[i], full_plan[i])
         for i, causal in enumerate(model.causal)
     ]
     return model.block(tokens, index, contexts)

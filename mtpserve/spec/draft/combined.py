@@ -90,16 +90,18 @@ def merge(drafts: Drafts | None, requests: int, chains: list[Chain], sizes: Spec
             torch.arange(number, device=device) if drafts.tree is None else drafts.tree.parents
         )
         sources[:, :number] = 0 if drafts.sources is None else drafts.sources
-    batch_idx, place = torch.arange(requests, device=device), torch.arange(room, device=device)
+    batch_idx, columns = torch.arange(requests, device=device), torch.arange(room, device=device)
     for chain, size, source in chains:
         node = torch.zeros_like(count)
         for step in range(chain.shape[1]):
-            token, wanted = chain[:, step], step < size
+            token, in_chain = chain[:, step], step < size
             child = (
-                (parents == node.unsqueeze(1)) & (tokens == token.unsqueeze(1)) & (place < count.unsqueeze(1))
+                (parents == node.unsqueeze(1))
+                & (tokens == token.unsqueeze(1))
+                & (columns < count.unsqueeze(1))
             )
             is_duplicate = child.any(1)
-            added = wanted & ~is_duplicate & (count < room)
+            added = in_chain & ~is_duplicate & (count < room)
             at = torch.where(added, count, room - 1)
             for table, value in ((tokens, token), (parents, node), (sources, torch.full_like(token, source))):
                 table[batch_idx, at] = torch.where(added, value, table[batch_idx, at])
@@ -108,7 +110,7 @@ def merge(drafts: Drafts | None, requests: int, chains: list[Chain], sizes: Spec
             size = torch.where(is_duplicate | added, size, 0)
             if source is Source.GRAMMAR:
                 # A forced token's source is the grammar, even if the base proposed it too.
-                sources = torch.where(child & wanted.unsqueeze(1), int(source), sources)
+                sources = torch.where(child & in_chain.unsqueeze(1), int(source), sources)
             node = torch.where(is_duplicate, child.long().argmax(1) + 1, torch.where(added, count, node))
     depth = min(sizes.depth, room)
     return Drafts(tokens, count, None if drafts is None else drafts.probs, tree_of(parents, depth), sources)

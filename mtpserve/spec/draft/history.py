@@ -24,8 +24,8 @@ from mtpserve.core.batch import Batch
 HandOn = Callable[[int, Tensor], Tensor]
 
 
-def as_it_is(number: int, part: Tensor) -> Tensor:
-    return part
+def as_it_is(number: int, chunk: Tensor) -> Tensor:
+    return chunk
 
 
 class FeatureHistory:
@@ -40,7 +40,7 @@ class FeatureHistory:
 
     def joined(self, batch: Batch, features: Tensor, accepted: Tensor, hand_on: HandOn = as_it_is) -> Tensor:
         """features [T, width] of rows that are chains, of which `accepted` [R] drafts count → [T, rows *
-        width]. `hand_on`: from part `number` of each row [T, width] to what is part `number` + 1 of the row
+        width]. `hand_on`: from chunk `number` of each row [T, width] to what is chunk `number` + 1 of the row
         after it."""
         self.first[batch.req_indices] = batch.token_indices[batch.query_start_loc[:-1]]
         # the row before is in the same span

@@ -62,8 +62,8 @@ class ModuleChain:
         `accepted` [R] drafts count → the first module's output, and what each row hands on."""
         outputs: list[Output] = []
 
-        def hand_on(number: int, part: Tensor) -> Tensor:
-            outputs.append(self.module(number, rows, part))
+        def hand_on(number: int, chunk: Tensor) -> Tensor:
+            outputs.append(self.module(number, rows, chunk))
             return outputs[-1].features
 
         joined = self.history.joined(batch, features, accepted, hand_on)
@@ -85,8 +85,8 @@ class ModuleChain:
         """`state` [n, modules left * width]: what the rows before handed on to the modules from `depth`
         on."""
         outputs, parts = list[Output](), state.split(self.history.width, 1)
-        for number, part in enumerate(parts[:-1], depth):
-            outputs.append(self.module(number, rows, part))
+        for number, chunk in enumerate(parts[:-1], depth):
+            outputs.append(self.module(number, rows, chunk))
         last = depth + len(outputs)
         if outputs:
             self.model.store_last_kv(
@@ -95,15 +95,15 @@ class ModuleChain:
             return Hidden(outputs[0].head, torch.cat([output.features for output in outputs], 1))
         return Hidden(self.module(last, rows, parts[-1]).head, None)
 
-    def module(self, number: int, rows: Batch, part: Tensor) -> Output:
-        seen = behind(rows, number)
+    def module(self, number: int, rows: Batch, chunk: Tensor) -> Output:
+        attended_rows = behind(rows, number)
         head, features = self.model.module(
-            number, rows.input_ids, rows.positions, part, self.attention.plan(seen)
+            number, rows.input_ids, rows.positions, chunk, self.attention.plan(attended_rows)
         )
         assert features is not None
         # What void rows give becomes keys and values, too. Nobody counts them, but zero times what they hold
         # must be zero.
-        return Output(head, features.masked_fill((seen.positions < 0).unsqueeze(1), 0))
+        return Output(head, features.masked_fill((attended_rows.positions < 0).unsqueeze(1), 0))
 
 
 class Output(NamedTuple):

@@ -51,8 +51,8 @@ def continued(tokens: Tensor, req_indices: Tensor, length: Tensor, number: int) 
     history = tokens[req_indices, :longest]
     ends = last_of(history, length, LONGEST)
     # The end of the text itself is not an earlier occurrence.
-    place = follow(history, length - 1, ends, length)
-    return taken(history, place, length, number)
+    position = follow(history, length - 1, ends, length)
+    return gather_tokens(history, position, length, number)
 
 
 def predicted(
@@ -63,23 +63,30 @@ def predicted(
 
     While there is no output to look up, the beginning of the prediction is proposed.
     """
-    written = length - prompt
-    place = follow(prediction, size, last_of(tokens, length, LONGEST), written, shortest=1, first=True)
-    place = torch.where(written == 0, 0, place)
-    return taken(prediction, place, size, number)
+    num_output_tokens = length - prompt
+    position = follow(
+        prediction, size, last_of(tokens, length, LONGEST), num_output_tokens, shortest=1, first=True
+    )
+    position = torch.where(num_output_tokens == 0, 0, position)
+    return gather_tokens(prediction, position, size, number)
 
 
 def last_of(tokens: Tensor, length: Tensor, number: int) -> Tensor:
     """tokens [D, n] → the last `number` before `length` [D]; -1 for those before the beginning."""
-    place = length.unsqueeze(1) - number + torch.arange(number, device=length.device)
-    return tokens.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
+    position = length.unsqueeze(1) - number + torch.arange(number, device=length.device)
+    return tokens.gather(1, position.clamp(min=0)).masked_fill(position < 0, -1)
 
 
 def follow(
-    text: Tensor, size: Tensor, ends: Tensor, written: Tensor, shortest: int = SHORTEST, first: bool = False
+    text: Tensor,
+    size: Tensor,
+    ends: Tensor,
+    num_output_tokens: Tensor,
+    shortest: int = SHORTEST,
+    first: bool = False,
 ) -> Tensor:
     """text [D, n], ends [D, LONGEST] → the place [D] after the last occurrence (or the first) of the longest
-    suffix of `ends` that occurs; -1 if none does. At most `written` [D] tokens are compared.
+    suffix of `ends` that occurs; -1 if none does. At most `num_output_tokens` [D] tokens are compared.
 
         ends     . . b c            text   a b c d e b c f              place of f, or of d with `first`
     """
@@ -93,17 +100,17 @@ def follow(
         agree = agree & shifted & (columns >= back - 1)
         if back < shortest:
             continue
-        good = agree & (columns < size.unsqueeze(1)) & (written >= back).unsqueeze(1)
-        place = torch.where(good, columns + 1, text.shape[1] + 1 if first else -1)
-        best = place.amin(1) if first else place.amax(1)
+        good = agree & (columns < size.unsqueeze(1)) & (num_output_tokens >= back).unsqueeze(1)
+        position = torch.where(good, columns + 1, text.shape[1] + 1 if first else -1)
+        best = position.amin(1) if first else position.amax(1)
         after = torch.where(good.any(1), best, after)
     return after
 
 
-def taken(text: Tensor, place: Tensor, size: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """text [D, n] from `place` [D] on (-1: nothing) → [D, number], count [D]"""
+def gather_tokens(text: Tensor, position: Tensor, size: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """text [D, n] from `position` [D] on (-1: nothing) → [D, number], count [D]"""
     if text.shape[1] == 0:
         return text.new_zeros(len(text), number), torch.zeros_like(size)
-    index = place.clamp(min=0).unsqueeze(1) + torch.arange(number, device=text.device)
-    count = torch.where(place < 0, 0, size - place).clamp(0, number)
+    index = position.clamp(min=0).unsqueeze(1) + torch.arange(number, device=text.device)
+    count = torch.where(position < 0, 0, size - position).clamp(0, number)
     return text.gather(1, index.clamp(max=text.shape[1] - 1)), count

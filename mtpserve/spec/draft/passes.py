@@ -240,8 +240,8 @@ class DraftPasses:
             return self.chain.step(rows, state, depth)
         if self.model.at_once:
             return self.model.step(rows.input_ids, rows.positions, state, ())
-        seen = rows if self.history is None else behind(rows, depth)
-        return self.model.step(rows.input_ids, rows.positions, state, self.attention.plan(seen))
+        attended_rows = rows if self.history is None else behind(rows, depth)
+        return self.model.step(rows.input_ids, rows.positions, state, self.attention.plan(attended_rows))
 
     def logits(
         self, head: Tensor, depth: int, batch: Batch, req_indices: Tensor, path: tuple[Tensor, Tensor] | None

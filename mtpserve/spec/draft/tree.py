@@ -92,9 +92,9 @@ class TreeDrafter:
         output."""
         width = frontier.tokens.shape[1]
         first = (step - 1) * self.topk
-        place = numbers(first, first + width, 1, length.device)
+        offsets = numbers(first, first + width, 1, length.device)
         start = length - self.passes.model.lag  # index of the first node's row
-        index = (start.unsqueeze(1) + place).flatten()
+        index = (start.unsqueeze(1) + offsets).flatten()
         positions = (start + step - 1).repeat_interleave(width)
         bits = frontier.bits | bit_of(first, first + width, length.device)
         rows = self.passes.rows(batch, req_indices, frontier.tokens.flatten(), index, positions)
@@ -115,8 +115,8 @@ class TreeDrafter:
         if not sampler.all_greedy:
             index = (length + step).repeat_interleave(width)
             race = sampler.race(sampler.probs(logits, owners), owners, index, DRAW)
-            drawn = (race / race.sum(-1, keepdim=True)).float()
-            shares = torch.where(sampler.greedy(owners).unsqueeze(1), shares, drawn)
+            sampled_shares = (race / race.sum(-1, keepdim=True)).float()
+            shares = torch.where(sampler.greedy(owners).unsqueeze(1), shares, sampled_shares)
         best = shares.topk(min(self.topk, shares.shape[1]), -1)
         children = best.values.shape[1]
         gained = best.values.log().nan_to_num(nan=LEAST, neginf=LEAST).view(requests, width, children)
@@ -135,7 +135,7 @@ class TreeDrafter:
         return Frontier(
             tokens,
             best.values,
-            sum(part.tokens.shape[1] for part in earlier) + best.indices,
+            sum(candidates.tokens.shape[1] for candidates in earlier) + best.indices,
             torch.cat([parents.path[request, parent], tokens.unsqueeze(2)], 2),
             parents.bits.gather(1, parent),
             None
@@ -157,25 +157,25 @@ def choose(pools: list[Pool], num_steps: Tensor, max_draft_tokens: Tensor | None
     """The best `nodes` candidates of all depths, as a tree. The best is node 1. `num_steps` [D] limits the
     depth, `max_draft_tokens` [D] the number."""
     tokens, scores, parents = (
-        torch.cat([getattr(pool, part) for pool in pools], 1) for part in ("tokens", "scores", "parents")
+        torch.cat([getattr(pool, name) for pool in pools], 1) for name in ("tokens", "scores", "parents")
     )
     depth = depths_of(1, tuple(pool.tokens.shape[1] for pool in pools), tokens.device)
     scores = scores.masked_fill(depth > num_steps.unsqueeze(1), LEAST)
     # A parent scores more than its children, so that it comes before them.
     best = scores.topk(min(nodes, scores.shape[1]), -1)
-    taken = best.indices
-    number = numbers(1, taken.shape[1] + 1, 1, taken.device)
+    selected = best.indices
+    number = numbers(1, selected.shape[1] + 1, 1, selected.device)
     void = best.values <= LEAST / 2
     void = void if max_draft_tokens is None else void | (number > max_draft_tokens.unsqueeze(1))
     count = len(number) - void.sum(1)
     # place in the pool → node; the root, node 0, is at the last place
-    node_of = taken.new_zeros(scores.shape[0], scores.shape[1] + 1)
+    node_of = selected.new_zeros(scores.shape[0], scores.shape[1] + 1)
     node_of = node_of.scatter(
-        1, taken.masked_fill(void, scores.shape[1]), number.expand_as(taken).masked_fill(void, 0)
+        1, selected.masked_fill(void, scores.shape[1]), number.expand_as(selected).masked_fill(void, 0)
     )
-    above = parents.gather(1, taken)
+    above = parents.gather(1, selected)
     above = node_of.gather(1, above.masked_fill(above < 0, scores.shape[1])).masked_fill(void, 0)
-    return Drafts(tokens.gather(1, taken), count, tree=tree_of(above, len(pools)))
+    return Drafts(tokens.gather(1, selected), count, tree=tree_of(above, len(pools)))
 
 
 def tree_of(parents: Tensor, depth: int) -> Tree:

@@ -80,7 +80,7 @@ def verify(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
     sampler, nodes = batch.sampler, logits.shape[1]
     best = logits.max(-1)
     p: Tensor | None = None
-    drawn: Tensor | None = None  # [R], requests whose drafts were sampled from q
+    is_sampled: Tensor | None = None  # [R], requests whose drafts were sampled from q
     target_tokens = best.indices
     if not sampler.all_greedy:
         ids = batch.req_indices.repeat_interleave(nodes)
@@ -92,7 +92,7 @@ def verify(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
             if not thresholds.lossless
             else sampler.coupled(batch.req_indices)
         )
-        drawn = ~sampler.greedy(batch.req_indices)
+        is_sampled = ~sampler.greedy(batch.req_indices)
         if coupled is not None:
             depths = (
                 torch.arange(nodes, device=logits.device).unsqueeze(0)
@@ -103,15 +103,15 @@ def verify(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
             target_tokens = sampler.choose(
                 p.flatten(0, 1), ids, index.expand(-1, nodes).flatten(), DRAW
             ).view(-1, nodes)
-            drawn = drawn & ~coupled
+            is_sampled = is_sampled & ~coupled
     tokens, accepted, surviving = walk(target_tokens, batch, depth)
-    if drawn is not None and p is not None and not sampler.all_coupled:
+    if is_sampled is not None and p is not None and not sampler.all_coupled:
         own_tokens, own_accepted = reject(p, batch, depth)
-        tokens = torch.where(drawn.unsqueeze(1), own_tokens, tokens)
-        accepted = torch.where(drawn, own_accepted, accepted)
+        tokens = torch.where(is_sampled.unsqueeze(1), own_tokens, tokens)
+        accepted = torch.where(is_sampled, own_accepted, accepted)
         if surviving is not None:
             chain = torch.minimum(torch.arange(depth + 1, device=logits.device), accepted.unsqueeze(1))
-            surviving = torch.where(drawn.unsqueeze(1), chain, surviving)
+            surviving = torch.where(is_sampled.unsqueeze(1), chain, surviving)
     # NaN and infinity show in a row's maximum. Only rows of accepted nodes matter: the others decided
     # nothing.
     broken = ~torch.isfinite(best.values if surviving is None else best.values.gather(1, surviving))
@@ -161,8 +161,8 @@ def path_to(tree: Tree, node: Tensor, depth: int) -> Tensor:
     """node [R, 1] → [R, depth+1], the nodes from the root to it; the rest repeats it."""
     number = torch.arange(tree.ancestors.shape[1], device=node.device)
     member = (tree.ancestors.gather(1, node) >> number & 1).bool()
-    place = torch.where(member, tree.depths, depth + 1)  # nodes off the path go to a column that is cut off
-    path = node.expand(-1, depth + 2).scatter(1, place, number.expand_as(place))
+    columns = torch.where(member, tree.depths, depth + 1)  # nodes off the path go to a column that is cut off
+    path = node.expand(-1, depth + 2).scatter(1, columns, number.expand_as(columns))
     return path[:, : depth + 1]
 
 
@@ -175,8 +175,8 @@ def node_paths(drafts: Tensor, tree: Tree | None) -> tuple[Tensor, Tensor]:
         return drafts.unsqueeze(1).expand(spans, number + 1, number), nodes.expand(spans, -1)
     member = (tree.ancestors.unsqueeze(2) >> nodes[1:] & 1).bool()  # [R, K+1, K]
     # the others go to a column that is cut off
-    place = torch.where(member, member.long().cumsum(2) - 1, number)
+    columns = torch.where(member, member.long().cumsum(2) - 1, number)
     path = drafts.new_zeros(spans, number + 1, number + 1).scatter(
-        2, place, drafts.unsqueeze(1).expand_as(place)
+        2, columns, drafts.unsqueeze(1).expand_as(columns)
     )
     return path[..., :number], tree.depths

@@ -38,10 +38,10 @@ def by_lot(output: VerifyOutput, logits: Tensor, batch: Batch, rates: Tensor) ->
     if depth == 0:
         return output
     sampler, ids, length = batch.sampler, batch.req_indices, batch.req_tensors.num_tokens[batch.req_indices]
-    batch_idx, place = torch.arange(len(ids), device=ids.device), torch.arange(depth, device=ids.device)
+    batch_idx, offsets = torch.arange(len(ids), device=ids.device), torch.arange(depth, device=ids.device)
     path, exists = first_children(batch, depth)
     drafts = batch.drafts.gather(1, path[:, 1:] - 1)
-    lots = sampler.uniform(ids, length.unsqueeze(1) + place, LOT)
+    lots = sampler.uniform(ids, length.unsqueeze(1) + offsets, LOT)
     allowed = logits[batch_idx.unsqueeze(1), path[:, :-1], drafts] > -torch.inf
     accepted = (exists & allowed & (lots < rates[:depth])).long().cumprod(1).sum(1)
     row = logits[batch_idx, path[batch_idx, accepted]]

@@ -47,5 +47,5 @@ def lenient(p: Tensor, batch: Batch, thresholds: Thresholds) -> Tensor:
     within, without = share / mass.clamp(min=1e-30), (1 - share) / (1 - mass).clamp(min=1e-30)
     probs = torch.where(mass > 0, p * torch.where(proposed, within, without), p)
     likeliest, token = (p * proposed).max(-1, keepdim=True)
-    taken = torch.zeros_like(p).scatter_(-1, token, 1.0)
-    return torch.where((likeliest >= thresholds.single) & (likeliest > 0), taken, probs)
+    one_hot = torch.zeros_like(p).scatter_(-1, token, 1.0)
+    return torch.where((likeliest >= thresholds.single) & (likeliest > 0), one_hot, probs)

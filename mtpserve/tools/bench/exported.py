@@ -173,9 +173,9 @@ def read_counters(text: str) -> ServerCounters | None:
         at: dict[int, float] = {}
         for labels, value in series[name]:
             if match := POSITION.search(labels):
-                place = int(match[1]) - names.first
-                at[place] = at.get(place, 0.0) + value
-        return tuple(at.get(place, 0.0) for place in range(1 + max(at, default=-1)))
+                position = int(match[1]) - names.first
+                at[position] = at.get(position, 0.0) + value
+        return tuple(at.get(position, 0.0) for position in range(1 + max(at, default=-1)))
 
     generated, verifications, accepted = (
         total(names.generated) or 0.0,

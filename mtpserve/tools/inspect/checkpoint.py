@@ -14,7 +14,7 @@ import torch
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch.model import ModelArch
 from mtpserve.core.errors import ConfigError, NoRoom
-from mtpserve.engine.startup.drafter import planned as planned_for
+from mtpserve.engine.startup.drafter import plan_engine
 from mtpserve.engine.startup.planning import DRAFT, Described, describe, empty_model, sources
 from mtpserve.engine.startup.storage import Storage
 from mtpserve.heads.kinds import HEADS, algorithm_of
@@ -68,22 +68,22 @@ def inspect_model(config: EngineConfig) -> InspectReport:
         raise ConfigError(f"{config.model.directory} is {HEADS[kind]}, no model: {drafts}")
     notes = []
     try:
-        planned = planned_for(config, must_fit=False)
+        engine_plan = plan_engine(config, must_fit=False)
     except NoRoom as error:
         tokens = config.model.context_length or describe(config, want_mtp=False).arch.max_positions
         notes.append(
             f"does not fit here: {error}. The memory plan is one for a single request of {tokens:,} tokens"
         )
-        planned = planned_for(for_one(config, tokens), must_fit=False)
+        engine_plan = plan_engine(for_one(config, tokens), must_fit=False)
     described, dtype, device, memory, spec = (
-        planned.described,
-        planned.dtype,
-        planned.device,
-        planned.memory,
-        planned.config.spec,
+        engine_plan.described,
+        engine_plan.dtype,
+        engine_plan.device,
+        engine_plan.memory,
+        engine_plan.config.spec,
     )
-    notes.append(f"drafter: {planned.drafting}")
-    pages = f"{memory.counted} pages of {planned.config.cache.page_size} tokens"
+    notes.append(f"drafter: {engine_plan.drafting}")
+    pages = f"{memory.counted} pages of {engine_plan.config.cache.page_size} tokens"
     notes.append(f"planned for {str(dtype).removeprefix('torch.')} on {device}: {pages}, "
                  f"up to {memory.max_running} requests at once, {spec.steps} drafts per step")  # fmt: skip
     if (ranks := config.parallel.ranks) > 1:
@@ -190,7 +190,7 @@ def group_of(name: str, mtp_prefix: str | tuple[str, ...] | None) -> str:
     if mtp_prefix and name.startswith(mtp_prefix):
         copied = name.endswith(("embed_tokens.weight", "tok_emb.weight", ".head.weight"))
         return "MTP layer: copies of embedding and head, not loaded" if copied else "MTP layer"
-    for part, group in GROUPS.items():
-        if part.search(name):
+    for pattern, group in GROUPS.items():
+        if pattern.search(name):
             return group
     return "head" if name.startswith(("lm_head", "head.")) else "norms"

@@ -49,30 +49,30 @@ class LawTest:
         return self.p_value > CHANCE
 
 
-def drawn(completions: list[Completion]) -> list[tuple[int, ...]]:
+def sampled_tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [tuple(completion.tokens[:DRAWN]) for completion in completions]
 
 
 def divergence(number: int, plain: Completion, other: Completion) -> Divergence | None:
     """Returns the first divergence, with plain decoding's log-probabilities; None if the texts are equal."""
-    for place, (one, two) in enumerate(zip(plain.tokens, other.tokens, strict=False)):
+    for position, (one, two) in enumerate(zip(plain.tokens, other.tokens, strict=False)):
         if one != two:
-            score = plain.logprobs[place] if plain.logprobs is not None else None
+            score = plain.logprobs[position] if plain.logprobs is not None else None
             top = dict(score.top) if score is not None else {}
             return Divergence(
-                number, place, one, two, score.logprob if score is not None else 0.0, top.get(two)
+                number, position, one, two, score.logprob if score is not None else 0.0, top.get(two)
             )
     if len(plain.tokens) != len(other.tokens):
         return Divergence(number, min(len(plain.tokens), len(other.tokens)), -1, -1, 0.0, None)
     return None
 
 
-def divergence_at(number: int, place: int, score: TokenLogprob, token: int) -> Divergence | None:
+def divergence_at(number: int, position: int, score: TokenLogprob, token: int) -> Divergence | None:
     """Returns a divergence if plain decoding, over the same text, prefers another token; else None."""
     if not prefers_another(score, token):
         return None
     best, logprob = score.top[0]
-    return Divergence(number, place, best, token, logprob, dict(score.top).get(token))
+    return Divergence(number, position, best, token, logprob, dict(score.top).get(token))
 
 
 def two_sample(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:
@@ -90,7 +90,7 @@ def two_sample(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> floa
     table = table[:, table.sum(0) > 0].double()
     if table.shape[1] < 2:
         return 1.0
-    wanted = table.sum(1, keepdim=True) * table.sum(0) / table.sum()
-    statistic = ((table - wanted) ** 2 / wanted).sum()
+    expected = table.sum(1, keepdim=True) * table.sum(0) / table.sum()
+    statistic = ((table - expected) ** 2 / expected).sum()
     freedom = torch.tensor((table.shape[1] - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))

@@ -48,7 +48,7 @@ from mtpserve.tools.prove.divergence import (
     LawTest,
     divergence,
     divergence_at,
-    drawn,
+    sampled_tokens,
     two_sample,
 )
 from mtpserve.tools.prove.rounding import Asked, Rounding, Share, completed, rounding_of, scores
@@ -272,7 +272,9 @@ def compared(work: Work, plain: Results, other: Results, coupled: bool) -> Proof
             if coupled or "grammar" in fields
             else None
         )
-        proof.laws.append(LawTest(feature, len(one), two_sample(drawn(one), drawn(two)), same))
+        proof.laws.append(
+            LawTest(feature, len(one), two_sample(sampled_tokens(one), sampled_tokens(two)), same)
+        )
     return proof
 
 
@@ -317,9 +319,12 @@ def excuse(
             prompt + done.tokens
             for (prompt, _), done in zip(more, completed(llm, more, stages.done), strict=True)
         ]
-        planned, scored = plan(llm.config), scores(llm, texts, lambda ended: stages.done(len(more) + ended))
+        engine_plan, scored = (
+            plan(llm.config),
+            scores(llm, texts, lambda ended: stages.done(len(more) + ended)),
+        )
     stages.load()
-    rounding = rounding_of(without, planned, scored, texts, requests, first, stages.done)
+    rounding = rounding_of(without, engine_plan, scored, texts, requests, first, stages.done)
     proof.tie = rounding.bound
     changed = lost_places(work.prompts, spoken, scored)
     proof.divergences += [
@@ -341,8 +346,8 @@ def lost_places(
     `scored`: plain decoding's, of each prompt with its text."""
     places = []
     for number, (prompt, text, score) in enumerate(zip(prompts, spoken, scored, strict=False)):
-        for place, pair in enumerate(zip(score[len(prompt) - 1 :], text, strict=False)):
-            if (mismatch := divergence_at(number, place, *pair)) is not None:
+        for position, pair in enumerate(zip(score[len(prompt) - 1 :], text, strict=False)):
+            if (mismatch := divergence_at(number, position, *pair)) is not None:
                 places.append(mismatch)
     return places
 
@@ -392,10 +397,10 @@ class Work:
         ]
         results: Results = {}
         for start in range(0, len(named), chunk):
-            part = named[start : start + chunk]
+            batch = named[start : start + chunk]
             done = completed(
-                llm, [one for _, one in part], partial(lambda before, ended: progress(before + ended), start)
+                llm, [one for _, one in batch], partial(lambda before, ended: progress(before + ended), start)
             )
-            for (what, _), completion in zip(part, done, strict=True):
+            for (what, _), completion in zip(batch, done, strict=True):
                 results.setdefault(what, []).append(completion)
         return results

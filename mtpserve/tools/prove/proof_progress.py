@@ -33,7 +33,7 @@ class ProofProgress:
         self.task = self.bar.add_task("", total=1, stage="", left="")
         self.spent = 0.0  # seconds of computing
         self.since: float | None = None  # when the last report was; None: the model was loading then
-        self.said = clock()  # when the last line was
+        self.last_print = clock()  # when the last line was
 
     def __enter__(self) -> Self:
         return self
@@ -51,8 +51,8 @@ class ProofProgress:
             return
         if self.console.is_terminal:
             self.draw(stage)
-        elif stage.done in (None, stage.of) or now - self.said >= PERIOD_S:
-            self.said = now
+        elif stage.done in (None, stage.of) or now - self.last_print >= PERIOD_S:
+            self.last_print = now
             self.console.print(f"prove: {self.line(stage)}")
 
     def draw(self, stage: ProofStage) -> None:
@@ -68,16 +68,17 @@ class ProofProgress:
             completed=stage.done,
             total=stage.of,
             stage=number,
-            left=self.left(stage),
+            left=self.time_left(stage),
         )
 
     def line(self, stage: ProofStage) -> str:
         begun = f"stage {stage.number} of {stage.stages}, {stage.name}"
         if stage.done is None:
             return f"{begun}: the model is loading"
-        return f"{begun}: {stage.done} of {stage.of} requests{', ' * bool(left := self.left(stage))}{left}"
+        time_left = self.time_left(stage)
+        return f"{begun}: {stage.done} of {stage.of} requests{', ' * bool(time_left)}{time_left}"
 
-    def left(self, stage: ProofStage) -> str:
+    def time_left(self, stage: ProofStage) -> str:
         """Estimates the time that all known stages still take. All requests count alike, and loading is left
         out."""
         done = stage.before + (stage.done or 0)

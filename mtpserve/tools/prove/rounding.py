@@ -98,13 +98,13 @@ class Rounding:
         return True
 
 
-def chance_of(seen: Share, measured: Share, factor: float) -> float:
-    """The probability of so many in `seen` or more, given how many there are in both, if they come at
+def chance_of(sample: Share, measured: Share, factor: float) -> float:
+    """The probability of so many in `sample` or more, given how many there are in both, if they come at
     `factor` times the rate at which they come in `measured` (rare events: a binomial split of two Poisson
     counts)."""
-    weight = factor * seen.of / max(factor * seen.of + measured.of, 1e-300)
-    total = seen.count + measured.count
-    if seen.count == 0 or weight >= 1:
+    weight = factor * sample.of / max(factor * sample.of + measured.of, 1e-300)
+    total = sample.count + measured.count
+    if sample.count == 0 or weight >= 1:
         return 1.0
     if weight <= 0:
         return 0.0
@@ -114,7 +114,7 @@ def chance_of(seen: Share, measured: Share, factor: float) -> float:
         - math.lgamma(total - k + 1)
         + k * math.log(weight)
         + (total - k) * math.log1p(-weight)
-        for k in range(seen.count, total + 1)
+        for k in range(sample.count, total + 1)
     )
     return min(1.0, math.fsum(map(math.exp, chances)))
 
@@ -157,7 +157,7 @@ def gap_error(here: TokenLogprob, there: TokenLogprob) -> float:
 
 def rounding_of(
     options: dict[str, Any],
-    planned: Plan,
+    engine_plan: Plan,
     scored: list[list[TokenLogprob]],
     texts: list[list[int]],
     requests: list[Asked],
@@ -167,7 +167,7 @@ def rounding_of(
     """`options` of LLM, with which plain decoding gave these scores of `texts`, and these answers to what was
     asked. Loads the model again, in another format. `progress` hears of how many texts and answers are
     done."""
-    dtype, arch = str(planned.dtype).removeprefix("torch."), planned.described.arch
+    dtype, arch = str(engine_plan.dtype).removeprefix("torch."), engine_plan.described.arch
     longest = max(arch.hidden, arch.intermediate, arch.heads * arch.head_dim)
     scale = 2.0**-16 * math.sqrt(longest) if dtype == "float32" else 1.0
     # Keys and values too: a cache in float8 is part of the rounding.

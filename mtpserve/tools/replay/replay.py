@@ -111,8 +111,8 @@ def run(recording: Recording, runner: ModelRunner) -> Replayed:
                 replayer.compare_failure(event)
         if replayer.outcome.difference is not None:
             return replayer.outcome
-    replayer.outcome.unread, replayer.outcome.truncated = len(replayer.waiting), recording.truncated
-    for number, pending in replayer.waiting.items():
+    replayer.outcome.unread, replayer.outcome.truncated = len(replayer.pending), recording.truncated
+    for number, pending in replayer.pending.items():
         if pending.result() is None:
             replayer.outcome.difference = (
                 f"step {number}, which was not read when it was recorded, raises {kind(pending.error)}"
@@ -126,20 +126,20 @@ class Replay:
     runner: ModelRunner
     outcome: Replayed = field(default_factory=Replayed)
     names: dict[int, str] = field(default_factory=dict)
-    waiting: dict[int, Pending] = field(default_factory=dict)
+    pending: dict[int, Pending] = field(default_factory=dict)
 
-    def launch(self, number: int, planned: StepPlan) -> None:
-        self.names |= {new_request.req_idx: new_request.id for new_request in planned.new_requests}
+    def launch(self, number: int, plan: StepPlan) -> None:
+        self.names |= {new_request.req_idx: new_request.id for new_request in plan.new_requests}
         self.outcome.steps += 1
-        self.outcome.requests += sum(not new_request.output_ids for new_request in planned.new_requests)
-        names = {span.req_idx: self.names.get(span.req_idx, "unknown") for span in planned.spans}
+        self.outcome.requests += sum(not new_request.output_ids for new_request in plan.new_requests)
+        names = {span.req_idx: self.names.get(span.req_idx, "unknown") for span in plan.spans}
         try:
-            self.waiting[number] = Pending(planned, names, self.runner.launch(planned))
+            self.pending[number] = Pending(plan, names, self.runner.launch(plan))
         except Exception as error:
-            self.waiting[number] = Pending(planned, names, None, error)
+            self.pending[number] = Pending(plan, names, None, error)
 
     def compare(self, number: int, recorded: StepResult) -> None:
-        step = self.waiting.pop(number)
+        step = self.pending.pop(number)
         now = step.result()
         if now is None:
             self.outcome.difference = (
@@ -155,7 +155,7 @@ class Replay:
                 )
 
     def compare_failure(self, recorded: StepRaised) -> None:
-        step = self.waiting.pop(recorded.step)
+        step = self.pending.pop(recorded.step)
         now = step.result()
         if now is not None:
             raised = f"raised {recorded.error} ({recorded.text}) when it was recorded"

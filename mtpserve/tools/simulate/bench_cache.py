@@ -138,7 +138,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     pools, hosts = read_pools(options.pool_tokens, config), read_hosts(options.host_gib, config)
     bench = bench_of(options, values, config)
-    trace = read(options.trace, options, values, config)
+    trace = load_trace(options.trace, options, values, config)
     rows = [
         as_row(bench, tokens, host, simulate(bench, trace, tokens, host))
         for tokens in pools
@@ -185,12 +185,12 @@ def read_pools(text: str | None, config: EngineConfig) -> list[int]:
                 "commas between them"
             )
         return [config.cache.max_total_tokens]
-    parts = [part.strip().replace("_", "") for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= 16 for part in parts):
+    parts = [piece.strip().replace("_", "") for piece in text.split(",")]
+    if not all(piece.isdecimal() and int(piece) >= 16 for piece in parts):
         raise ConfigError(
             f"--pool-tokens must be whole numbers of at least 16 with commas between them, got {text!r}"
         )
-    return [int(part) for part in parts]
+    return [int(piece) for piece in parts]
 
 
 def read_hosts(text: str | None, config: EngineConfig) -> list[int]:
@@ -198,7 +198,7 @@ def read_hosts(text: str | None, config: EngineConfig) -> list[int]:
     if text is None:
         return [config.cache.host_bytes]
     try:
-        sizes = [float(part) for part in text.split(",")]
+        sizes = [float(piece) for piece in text.split(",")]
     except ValueError:
         sizes = [-1.0]
     allowed = "numbers of GiB with commas between them"
@@ -238,14 +238,16 @@ def shape_of(config: EngineConfig) -> ModelShape:
             f"--model {config.model.model}: some layers see a window, and simulations have none"
         )
     size = {"float32": 4}.get(arch.dtype if config.model.dtype == "auto" else config.model.dtype, 2)
-    stored = config.model.quantization
-    small = stored in ("fp8", "int4", "int8") or (stored == "auto" and hf_config.has("quantization_config"))
+    quantization = config.model.quantization
+    small = quantization in ("fp8", "int4", "int8") or (
+        quantization == "auto" and hf_config.has("quantization_config")
+    )
     return ModelShape.of(
         arch, 1 if small else size, 1 if config.cache.kv_cache_dtype.startswith("fp8") else size
     )
 
 
-def read(file: str, options: Any, values: Values, config: EngineConfig) -> list[TraceConversation]:
+def load_trace(file: str, options: Any, values: Values, config: EngineConfig) -> list[TraceConversation]:
     from mtpserve.tools.simulate.traces import read_trace
 
     encode = encoder(config) if "tokenizer" in values or "model" in values else None

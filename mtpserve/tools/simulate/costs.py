@@ -74,29 +74,29 @@ class ModelShape:
         blocks, moe = arch.feed_forwards, arch.moe
         dense, layers = (2 if arch.gate == "relu2" else 3) * size * arch.intermediate, len(blocks)
         kinds, recurrent = attention_kinds(arch.layers[: arch.num_layers]), recurrent_kinds(arch.layers)
-        used = stored = (
+        active = total = (
             head
             + sum(_attention(arch, kind) for kind in kinds)
             + sum(size * (kind.channels + 2 * kind.value_heads * kind.value_dim) for kind in recurrent)
         )
-        used += sum(kind.selected.best * _wide(arch, kind) for kind in kinds if kind.selected is not None)
+        active += sum(kind.selected.best * _wide(arch, kind) for kind in kinds if kind.selected is not None)
         if moe is None:
-            used, stored = used + layers * dense, stored + layers * dense
+            active, total = active + layers * dense, total + layers * dense
         else:
             matrices, without = 2 if moe.gate == "relu2" else 3, sum(layer in blocks for layer in moe.dense)
             routed, expert = layers - without, matrices * (moe.latent or size) * moe.size
             always = without * dense + routed * size * (moe.experts + matrices * moe.shared + 2 * moe.latent)
-            used, stored = (
-                used + always + routed * moe.top_k * expert,
-                stored + always + routed * moe.experts * expert,
+            active, total = (
+                active + always + routed * moe.top_k * expert,
+                total + always + routed * moe.experts * expert,
             )
         return ModelShape(
             layers,
-            used,
-            int(stored * weight_size),
+            active,
+            int(total * weight_size),
             int(sum(kind.numbers for kind in attention_kinds(arch.layers)) * kv_size),
             sum(2 * (_wide(arch, kind) if kind.selected is None else _scored(arch, kind)) for kind in kinds),
-            int((head + (stored - head) // layers) * weight_size),
+            int((head + (total - head) // layers) * weight_size),
             kv_parameters := 2 * size * size + _kv_projections(arch, kinds[-1]),
             int(kv_parameters * weight_size),
             arch.max_positions,

@@ -54,10 +54,10 @@ def noted(spec: SpecConfig) -> str:
 class Speaker:
     """One seat: the text that its request is to get, and how far it has got."""
 
-    __slots__ = ("answer", "committed", "waiting")
+    __slots__ = ("answer", "committed", "num_draft_tokens")
 
     def __init__(self, answer: Sequence[int], committed: int) -> None:
-        self.answer, self.committed, self.waiting = answer, committed, 0
+        self.answer, self.committed, self.num_draft_tokens = answer, committed, 0
 
 
 class SimulatedDevice:
@@ -101,18 +101,24 @@ class SimulatedDevice:
         if span.samples:
             # The plan has a bound where a step is in flight, and no draft beyond the last token that the
             # request may have.
-            drafts = min(req_idx.waiting, span.num_draft_tokens)
+            drafts = min(req_idx.num_draft_tokens, span.num_draft_tokens)
             accepted = self._accepted(drafts)
             end = req_idx.committed + accepted + 1
             tokens = list(req_idx.answer[req_idx.committed : end])
             tokens += [AFTER_THE_END] * (accepted + 1 - len(tokens))
             req_idx.committed = end
-        req_idx.waiting = (
+        req_idx.num_draft_tokens = (
             self.sizes.max_draft_tokens(draft_depth, True, span.max_draft_tokens) if span.drafts_next else 0
         )
         chain = list(range(drafts))
         return SpanResult(
-            tokens, accepted, req_idx.waiting, chain, chain, [0] * drafts, list(range(1, accepted + 1))
+            tokens,
+            accepted,
+            req_idx.num_draft_tokens,
+            chain,
+            chain,
+            [0] * drafts,
+            list(range(1, accepted + 1)),
         )
 
     def _accepted(self, drafts: int) -> int:

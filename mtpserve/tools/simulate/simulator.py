@@ -50,7 +50,7 @@ class Simulated:
 
     requests: int = 0
     finished: int = 0
-    left: int = 0  # whose clients did not wait for the end
+    num_left: int = 0  # whose clients did not wait for the end
     # that no pool of this size, or no context of this length, ever holds; their conversations end there
     refused: int = 0
     prompt_tokens: int = 0  # prompt tokens of requests that got a first token
@@ -104,7 +104,7 @@ class Simulation:
         overlap: int = 0,
         context: int = 1 << 30, cached: bool = True, transfers: SimulatedTransfers | None = None,
         policy: DepthPolicy | None = None,
-        watch: Callable[[ScheduledStep], None] = lambda planned: None,
+        watch: Callable[[ScheduledStep], None] = lambda step: None,
     ) -> None:  # fmt: skip
         self.scheduler, self.pages, self.now, self.result = (
             scheduler,
@@ -126,7 +126,7 @@ class Simulation:
         self._live: dict[str, InSimulation] = {}
         self._in_flight: deque[tuple[ScheduledStep, StepResult, float]] = deque()  # with its end
         self._free_at = 0.0  # the device
-        self._seen: set[Key] = set()  # keys of all pages that ever were complete
+        self._seen_keys: set[Key] = set()  # keys of all pages that ever were complete
         self._sampling: dict[int, SamplingParams] = {}  # by priority
 
     def run(self, conversations: Iterable[TraceConversation]) -> Simulated:
@@ -164,7 +164,7 @@ class Simulation:
 
     def _ask(self, conversation: TraceConversation, number: int, history: list[int]) -> None:
         turn = conversation.turns[number]
-        prompt = [*history, *turn.said]
+        prompt = [*history, *turn.new_tokens]
         for copy in range(turn.copies):
             self.result.requests += 1
             max_len = len(prompt) + len(turn.answer) + turn.more
@@ -196,16 +196,16 @@ class Simulation:
     def _findable(self, req: RequestState) -> int:
         """Tokens of a prompt that some request before it had, or just has."""
         num_hit_blocks = next(
-            (column for column, key in enumerate(req.cache.block_hashes) if key not in self._seen),
+            (column for column, key in enumerate(req.cache.block_hashes) if key not in self._seen_keys),
             len(req.cache.block_hashes),
         )
-        self._seen.update(req.cache.block_hashes[num_hit_blocks:])
+        self._seen_keys.update(req.cache.block_hashes[num_hit_blocks:])
         return min(num_hit_blocks * self.pages.page_size, req.num_prompt_tokens - 1)
 
     def _leave(self, request_id: str) -> None:
         if request_id in self._live:
             self.scheduler.abort(request_id)
-            self.result.left += 1
+            self.result.num_left += 1
             self._gone(request_id)
 
     def _gone(self, request_id: str) -> InSimulation:
@@ -218,30 +218,30 @@ class Simulation:
         """Runs one step in the order of Engine.step."""
         if self._in_flight and self.scheduler.must_wait():
             self._book(leave=0)
-        planned = self.scheduler.plan(
+        step = self.scheduler.plan(
             self._device.want if self._policy is None else self._policy.choose(self.scheduler.running)
         )
-        self._watch(planned)
-        going = bool(planned.reqs) or self.scheduler.moving or bool(planned.plan.transfers)
+        self._watch(step)
+        going = bool(step.reqs) or self.scheduler.moving or bool(step.plan.transfers)
         if going:
-            self._launch(planned)
+            self._launch(step)
         self._book(leave=self._overlap if going else max(len(self._in_flight) - 1, 0))
 
-    def _launch(self, planned: ScheduledStep) -> None:
-        rows, seconds = self._duration(planned.plan) if planned.reqs else (0, 0.0)
+    def _launch(self, step: ScheduledStep) -> None:
+        rows, seconds = self._duration(step.plan) if step.reqs else (0, 0.0)
         began = max(self.now, self._free_at)
         if self._transfers is not None:
             # A load may start once the steps before it have ended, and so may a save.
-            self._transfers.start(planned.plan.transfers, began)
-            if not planned.reqs:
+            self._transfers.start(step.plan.transfers, began)
+            if not step.reqs:
                 began = max(began, self._transfers.next_end or 0.0)
         self._free_at = began + seconds
-        if self._policy is not None and planned.reqs:
-            self._policy.stepped(planned, passes_of(planned.plan), seconds)
-        self._in_flight.append((planned, self._device.launch(planned.plan), self._free_at))
-        self.result.steps += bool(planned.reqs)
+        if self._policy is not None and step.reqs:
+            self._policy.stepped(step, passes_of(step.plan), seconds)
+        self._in_flight.append((step, self._device.launch(step.plan), self._free_at))
+        self.result.steps += bool(step.reqs)
         self.result.rows += rows
-        self.result.pages_peak = max(self.result.pages_peak, self.pages.used)
+        self.result.pages_peak = max(self.result.pages_peak, self.pages.num_used_pages)
 
     def _duration(self, plan: StepPlan) -> tuple[int, float]:
         rows = tokens = pairs = 0
@@ -253,16 +253,16 @@ class Simulation:
         late = sum(span.num_deferred_tokens for span in plan.spans)
         now = sum(span.num_rows for span in plan.spans if not span.defers_kv)
         return rows, self._cost.seconds(
-            rows, tokens, pairs, passes_of(plan), [part for part in (late, now) if part]
+            rows, tokens, pairs, passes_of(plan), [count for count in (late, now) if count]
         )
 
     def _book(self, leave: int) -> None:
         while len(self._in_flight) > leave:
-            planned, result, end = self._in_flight.popleft()
+            step, result, end = self._in_flight.popleft()
             self.now = max(self.now, end)
             if self._transfers is not None:
                 result = StepResult(result.spans, self._transfers.ended(self.now))
-            events = self.scheduler.commit(planned, result)
+            events = self.scheduler.commit(step, result)
             if self._policy is not None:
                 self._policy.learn(events)
             for req, event in events:
@@ -283,7 +283,7 @@ class Simulation:
         assert req.finish in (Finish.STOP, Finish.LENGTH), "nothing fails here"
         self._gone(req.id)
         result.finished += 1
-        self._seen.update(req.cache.block_hashes)
+        self._seen_keys.update(req.cache.block_hashes)
         if req.num_output_tokens > 1:
             result.between_tokens.append((self.now - live.began) / (req.num_output_tokens - 1))
         conversation, following = live.conversation, live.turn + 1

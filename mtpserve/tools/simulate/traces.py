@@ -32,9 +32,9 @@ LENGTHS = ("timestamp", "input_length", "output_length")
 
 @dataclass(frozen=True, slots=True)
 class TraceTurn:
-    """`said` and `answer` are made when they are read: a trace may have more tokens than memory."""
+    """`new_tokens` and `answer` are made when they are read: a trace may have more tokens than memory."""
 
-    said: Iterable[int]  # what the prompt has after the conversation so far
+    new_tokens: Iterable[int]  # what the prompt has after the conversation so far
     answer: Sequence[int]  # what the model will say
     pause: float = 0.0  # seconds between the end of the turn before it and its arrival
     patience: float | None = None  # seconds after which the client leaves; None: it stays
@@ -91,13 +91,13 @@ class Blocks:
 
 def _mooncake(file: str, text: str, slowdown: float, limit: int | None) -> Iterator[TraceConversation]:
     numbers: dict[int, int] = {}  # ids may be large hashes
-    others, read = count(), 0
+    others, num_read = count(), 0
     for line, entry in enumerate(text.splitlines(), 1):
         if not entry.strip():
             continue
-        if read == limit:
+        if num_read == limit:
             return
-        read += 1
+        num_read += 1
         time, length, output, ids = _entry(f"--trace {file}, line {line}", entry)
         blocks = [numbers.setdefault(hash_id, len(numbers)) for hash_id in ids]
         if len(numbers) > MOST_IDS:
@@ -160,19 +160,19 @@ def _turns(where: str, entry: Any, pause: float, encode: Encode) -> Iterator[Tra
     messages = entry.get("conversations") if isinstance(entry, dict) else None
     if not isinstance(messages, list):
         raise ConfigError(f"{where}: must be an object with a list of 'conversations'")
-    said: list[int] = []
+    new_tokens: list[int] = []
     first = True
-    for place, message in enumerate(messages, 1):
+    for position, message in enumerate(messages, 1):
         who, text = (message.get("from"), message.get("value")) if isinstance(message, dict) else (None, None)
         if not isinstance(text, str) or who not in (*PEOPLE, *MODELS):
             allowed = f"'from', one of {', '.join((*PEOPLE, *MODELS))}, and 'value', a text"
-            raise ConfigError(f"{where}, message {place}: must be an object with {allowed}")
+            raise ConfigError(f"{where}, message {position}: must be an object with {allowed}")
         tokens = encode(text)
-        if who in MODELS and said and tokens:
-            yield TraceTurn(said, tokens, 0.0 if first else pause)
-            said, first = [], False
+        if who in MODELS and new_tokens and tokens:
+            yield TraceTurn(new_tokens, tokens, 0.0 if first else pause)
+            new_tokens, first = [], False
         else:
-            said = [*said, *tokens]
+            new_tokens = [*new_tokens, *tokens]
 
 
 def random_trace(conversations: int, seed: int = 0, *, rate: float = 1.0, prompt: int = 64, output: int = 12,

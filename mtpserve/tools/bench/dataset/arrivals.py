@@ -7,7 +7,7 @@ import math
 from random import Random
 
 
-def planned(number: int, rate: float, burstiness: float, random: Random) -> tuple[float, ...]:
+def arrival_times(number: int, rate: float, burstiness: float, random: Random) -> tuple[float, ...]:
     """Seconds after the start, rising. The gaps are gamma distributed with the mean 1 / rate: burstiness 1 is
     a Poisson process, below it they come in bursts, above it more evenly. The last time is number / rate,
     whatever was drawn (as in vLLM's client): the rate of a short run is then the one that was asked for. An
@@ -15,8 +15,8 @@ def planned(number: int, rate: float, burstiness: float, random: Random) -> tupl
     if math.isinf(rate):
         return (0.0,) * number
     gaps = [random.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(number)]
-    drawn = math.fsum(gaps)
-    scale = number / rate / drawn if drawn else 1.0
+    total = math.fsum(gaps)
+    scale = number / rate / total if total else 1.0
     times, now = [], 0.0
     for gap in gaps:
         now += gap * scale

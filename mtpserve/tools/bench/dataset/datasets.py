@@ -105,8 +105,8 @@ def random_texts(source: DatasetSource) -> Questions:
     )
     conversations = []
     for i in range(options.num_prompts + options.warm):
-        wanted = options.random_prefix_len + lengths()
-        text, count = maker.exactly(wanted, prefix, texts[i % len(texts)] if texts else None)
+        num_tokens = options.random_prefix_len + lengths()
+        text, count = maker.exactly(num_tokens, prefix, texts[i % len(texts)] if texts else None)
         conversations.append(AskedConversation((AskedTurn(text, answers(), count),)))
     notes = [f"random {'parts of ' + str(options.dataset_path) if texts else 'words'}: "
              f"{source.described(options.random_input_len, options.random_output_len)}"]  # fmt: skip
@@ -188,16 +188,16 @@ def multi_turn(source: DatasetSource) -> Questions:
     )
 
 
-def from_file(read: Callable[..., list[AskedConversation]], source: DatasetSource) -> Questions:
+def from_file(reader: Callable[..., list[AskedConversation]], source: DatasetSource) -> Questions:
     if source.options.dataset_path is None:
         raise ConfigError(f"--dataset-name {source.options.dataset_name} needs --dataset-path FILE")
     count = None if source.tokenizer is None else source.tokenizer.encode
     notes = (
         []
-        if count is not None or read is custom
+        if count is not None or reader is custom
         else ["no tokenizer: in the dataset's texts four characters are one token"]
     )
-    conversations = read(source.options, source.random, count)
+    conversations = reader(source.options, source.random, count)
     return split(
         conversations,
         source,

@@ -105,23 +105,23 @@ def shared_messages(file: str) -> Iterator[list[tuple[bool, str]]]:
         messages = entry.get("conversations", entry.get("conversation")) if isinstance(entry, dict) else None
         if not isinstance(messages, list):
             raise ConfigError(f"{where}: must be an object with a list of 'conversations'")
-        said = []
-        for place, message in enumerate(messages, 1):
+        utterances = []
+        for position, message in enumerate(messages, 1):
             who, text = (
                 (message.get("from"), message.get("value")) if isinstance(message, dict) else (None, None)
             )
             if not isinstance(text, str) or who not in (*PEOPLE, *MODELS):
                 allowed = f"'from', one of {', '.join((*PEOPLE, *MODELS))}, and 'value', a text"
-                raise ConfigError(f"{where}, message {place}: must be an object with {allowed}")
-            said.append((who in MODELS, text))
-        yield said
+                raise ConfigError(f"{where}, message {position}: must be an object with {allowed}")
+            utterances.append((who in MODELS, text))
+        yield utterances
 
 
-def exchanges(said: Sequence[tuple[bool, str]]) -> Iterator[tuple[str, str]]:
+def exchanges(utterances: Sequence[tuple[bool, str]]) -> Iterator[tuple[str, str]]:
     """What a person said and what the model answered; messages without an answer go together with the next
     one."""
     prompts: list[str] = []
-    for by_model, text in said:
+    for by_model, text in utterances:
         if not by_model:
             prompts.append(text)
         elif prompts:
@@ -135,10 +135,10 @@ def shared_conversations(options: DatasetOptions, random: Random, count: Count) 
     it."""
     encode = count or pieces
     conversations = []
-    for said in shared_messages(options.dataset_path or ""):
+    for utterances in shared_messages(options.dataset_path or ""):
         turns: list[AskedTurn] = []
         context = 0
-        for prompt, answer in exchanges(said):
+        for prompt, answer in exchanges(utterances):
             before, num_answer_tokens = len(encode(prompt)), len(encode(answer))
             output = options.sharegpt_output_len or num_answer_tokens
             context += before + output
@@ -164,7 +164,7 @@ def shared_prompts(options: DatasetOptions, random: Random, count: Count) -> lis
 
 def shared_texts(file: str, random: Random) -> list[str]:
     """All that was said, to take pieces from."""
-    texts = ["\n".join(text for _, text in said) for said in shared_messages(file)]
+    texts = ["\n".join(text for _, text in utterances) for utterances in shared_messages(file)]
     texts = [text for text in texts if text.strip()]
     if not texts:
         raise ConfigError(f"--dataset-path {file}: no text in it")

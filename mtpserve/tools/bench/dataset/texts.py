@@ -38,26 +38,26 @@ class TextMaker:
         count_of = self.plain if part_of_prompt else self.count
         ids = list(self._tokenizer.encode(source)) if source else []
         best = (before, count_of(before))
-        part, draft_depth = "", tokens - best[1]
+        filler, draft_depth = "", tokens - best[1]
         for _ in range(ROUNDS):
             if best[1] == tokens or draft_depth < 1:
                 break
-            part = (
+            filler = (
                 self._tokenizer.decode((ids * (draft_depth // len(ids) + 1))[:draft_depth])
                 if ids
-                else self._resized(part, draft_depth)
+                else self._resized(filler, draft_depth)
             )
-            count = count_of(before + part)
+            count = count_of(before + filler)
             if abs(count - tokens) < abs(best[1] - tokens):
-                best = (before + part, count)
+                best = (before + filler, count)
             draft_depth += tokens - count
         return best
 
-    def _resized(self, part: str, tokens: int) -> str:
-        token_ids = list(self._tokenizer.encode(part))
+    def _resized(self, filler: str, tokens: int) -> str:
+        token_ids = list(self._tokenizer.encode(filler))
         if len(token_ids) > tokens:
             return self._tokenizer.decode(token_ids[:tokens])
-        return part + self.words(tokens - len(token_ids))
+        return filler + self.words(tokens - len(token_ids))
 
 
 def plain_words(tokenizer: BenchTokenizer, random: Random) -> list[str]:

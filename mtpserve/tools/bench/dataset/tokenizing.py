@@ -59,14 +59,14 @@ def tokenizer_at(name: str | None, model: str | None, root: str | None) -> Bench
     from the hub's cache, `root` where the server says that it has it. Raises LoadError for `name` alone."""
     if name is not None:
         return BenchTokenizer(name)
-    for place in (model, root):
-        if place is not None and (
-            place in ("demo", *PACKAGES)
-            or (Path(place) / "tokenizer.json").is_file()
-            or "/" in place.strip("/")
+    for source in (model, root):
+        if source is not None and (
+            source in ("demo", *PACKAGES)
+            or (Path(source) / "tokenizer.json").is_file()
+            or "/" in source.strip("/")
         ):
             try:
-                return BenchTokenizer(place)
+                return BenchTokenizer(source)
             except MTPServeError:
                 continue
     return None

@@ -81,7 +81,7 @@ class ExamServer:
         return self._all(text, questions)
 
     def listed(self) -> list[ListedSteps]:
-        return read(self._send("/v1/models", None), ExamModels, "/v1/models").data
+        return decode_body(self._send("/v1/models", None), ExamModels, "/v1/models").data
 
     def _score(self, pair: tuple[str, str]) -> float:
         """The sum over the tokens that begin in the option."""
@@ -96,15 +96,17 @@ class ExamServer:
         tokens = zip(logprobs.text_offset, logprobs.token_logprobs, strict=True)
         inside = [
             score
-            for place, score in tokens
-            if len(prompt) <= place < len(prompt + option) and score is not None
+            for offset, score in tokens
+            if len(prompt) <= offset < len(prompt + option) and score is not None
         ]
         if not inside:
             raise RequestFailed(f"{self.base_url}: none of the prompt's tokens begins with {option!r}")
         return sum(inside)
 
     def _post(self, path: str, payload: dict[str, Any]) -> AnsweredChoice:
-        answered = read(self._send(path, {"model": self.model, **payload, **self.body}), Answered, path)
+        answered = decode_body(
+            self._send(path, {"model": self.model, **payload, **self.body}), Answered, path
+        )
         if not answered.choices:
             raise RequestFailed(f"{self.base_url}{path}: an answer without choices")
         return answered.choices[0]
@@ -134,7 +136,7 @@ class ExamServer:
             raise RequestFailed(f"{self.base_url}{path}: {getattr(error, 'reason', error)}") from error
 
 
-def read(body: bytes, kind: type[T], path: str) -> T:
+def decode_body(body: bytes, kind: type[T], path: str) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:

@@ -14,7 +14,7 @@ from time import strftime
 from typing import Any
 
 from mtpserve.cli.parser import Parser
-from mtpserve.tools.bench.dataset.arrivals import planned
+from mtpserve.tools.bench.dataset.arrivals import arrival_times
 from mtpserve.tools.bench.dataset.asked import Questions
 from mtpserve.tools.bench.dataset.datasets import questions_of
 from mtpserve.tools.bench.dataset.tokenizing import BenchTokenizer, tokenizer_at
@@ -100,7 +100,7 @@ async def one_load(bench: ServeBench, number: int, load: float, tokenizer: Bench
     questions = questions_of(
         replace(bench.dataset, seed=seed), tokenizer, FEW_IDS if tokenizer is None else tokenizer.size
     )
-    times = planned(len(questions.measured), rate, options.burstiness, Random(seed))
+    times = arrival_times(len(questions.measured), rate, options.burstiness, Random(seed))
     count = None if tokenizer is None else tokenizer.count
     async with Client(bench.target, count) as client:
         title = "" if bench.swept is None else f"{LOADS[bench.swept]}: {load:g} "

@@ -93,13 +93,13 @@ def of_server(arg_parser: Parser) -> None:
 def add_number(
     group: Any, *names: str, help: str, default: int | None = None, shown: str | None = None
 ) -> None:
-    said = shown if shown is not None else f"(default: {default})" if default is not None else ""
+    note = shown if shown is not None else f"(default: {default})" if default is not None else ""
     group.add_argument(
         *(f"--{name}" for name in names),
         metavar="N",
         type=int,
         default=default,
-        help=f"{help} {said}".strip(),
+        help=f"{help} {note}".strip(),
     )
 
 
@@ -306,7 +306,7 @@ def bench_of(options: Namespace) -> ServeBench:
         options.output_price_ratio,
         rated,
     )
-    metrics = tuple(part.strip() for part in options.percentile_metrics.split(","))
+    metrics = tuple(name.strip() for name in options.percentile_metrics.split(","))
     check(
         set(metrics) <= set(NAMES),
         "percentile_metrics",

@@ -59,10 +59,10 @@ class Target:
 class History:
     """A conversation so far: its prompts and the server's own answers."""
 
-    said: tuple[tuple[str, str], ...] = ()
+    exchanges: tuple[tuple[str, str], ...] = ()
 
     def and_then(self, prompt: str, answer: str) -> History:
-        return History((*self.said, (prompt, answer)))
+        return History((*self.exchanges, (prompt, answer)))
 
 
 class Client:
@@ -104,7 +104,7 @@ class Client:
         return payload | prompt_of(turn.prompt, history, self.target.chat) | dict(self.target.body)
 
     async def ask(
-        self, turn: AskedTurn, history: History, planned: float, ready: float, category: str = ""
+        self, turn: AskedTurn, history: History, planned_at: float, ready: float, category: str = ""
     ) -> Measured:
         """Sends one request and reads its answer. Never raises for what a server or the network does: that is
         a Failure."""
@@ -126,7 +126,7 @@ class Client:
             reader.failure = Failure(f"HTTP {answer[0]}", message_of(answer[1]))
         elif reader.failure is None:
             reader.close(end)
-        return measured(turn, reader, Sent(planned, ready, at), end, self.target.stream, category)
+        return measured(turn, reader, Sent(planned_at, ready, at), end, self.target.stream, category)
 
     async def _exchange(self, data: bytes, reader: AnswerReader) -> tuple[int, bytes]:
         """The status, and the body of a refusal."""
@@ -140,8 +140,8 @@ class Client:
         ) as response:
             if response.status != 200:
                 return response.status, await response.read()
-            async for part in response.content.iter_any():
-                reader.feed(part, self.clock.now())
+            async for chunk in response.content.iter_any():
+                reader.feed(chunk, self.clock.now())
         return 200, b""
 
     def _refused_usage(self, answer: tuple[int, bytes], stream_options: Mapping[str, bool] | None) -> bool:
@@ -251,9 +251,9 @@ def prompt_of(prompt: Prompt, history: History, chat: bool) -> dict[str, Any]:
     if not isinstance(prompt, str):
         return {"prompt": list(prompt)}
     if not chat:
-        return {"prompt": "".join(part for turn in history.said for part in turn) + prompt}
-    messages = [message for said, answer in history.said for message in (
-        {"role": "user", "content": said}, {"role": "assistant", "content": answer})]  # fmt: skip
+        return {"prompt": "".join(text for turn in history.exchanges for text in turn) + prompt}
+    messages = [message for question, answer in history.exchanges for message in (
+        {"role": "user", "content": question}, {"role": "assistant", "content": answer})]  # fmt: skip
     return {"messages": [*messages, {"role": "user", "content": prompt}]}
 
 

@@ -32,13 +32,13 @@ class Sent:
     """The times at which a request was due, had its turn, and was written: between `ready` and `at` it waited
     for a slot."""
 
-    planned: float
+    planned_at: float
     ready: float
     at: float
 
     @property
     def lateness(self) -> float:
-        return self.ready - self.planned
+        return self.ready - self.planned_at
 
     @property
     def slot_wait(self) -> float:
@@ -79,7 +79,7 @@ class Measured:
 
     @property
     def from_planned(self) -> float:
-        return self.end - self.sent.planned
+        return self.end - self.sent.planned_at
 
     @property
     def ttft(self) -> float | None:
@@ -108,10 +108,10 @@ class Measured:
 def shares(total: int, weights: Sequence[int]) -> list[int]:
     """`total` divided by weight, in whole numbers that sum to it: the largest remainders get what is left
     over."""
-    whole = sum(weights)
-    if not whole:
+    total_weight = sum(weights)
+    if not total_weight:
         return [total // len(weights) + (i < total % len(weights)) for i in range(len(weights))]
-    exact = [total * weight / whole for weight in weights]
+    exact = [total * weight / total_weight for weight in weights]
     counts = [int(share) for share in exact]
     order = sorted(range(len(counts)), key=lambda i: counts[i] - exact[i])
     for i in order[: total - sum(counts)]:

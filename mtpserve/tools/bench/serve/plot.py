@@ -189,10 +189,10 @@ def acceptance(axes: Axes, points: Sequence[Point], best: int | None, what: str)
     point_rates = next((pair for pair in rates if best is not None and pair[0] is points[best]), rates[-1])
     places = range(1, len(point_rates[1]) + 1)
     axes.bar(list(places), [100 * rate for rate in point_rates[1]], color=BLUE, width=0.6, alpha=0.85)
-    for place, rate in zip(places, point_rates[1], strict=True):
+    for index, rate in zip(places, point_rates[1], strict=True):
         axes.annotate(
             f"{rate:.0%}",
-            (place, 100 * rate),
+            (index, 100 * rate),
             textcoords="offset points",
             xytext=(0, 4),
             ha="center",

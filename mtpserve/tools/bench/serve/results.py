@@ -94,7 +94,7 @@ def details(requests: Sequence[Measured], start: float) -> dict[str, Any]:
         "tokens_in_chunks": [[arrival.tokens for arrival in request.arrivals] for request in requests],
         "e2els": [request.e2e for request in requests],
         "start_times": [request.sent.at - start for request in requests],
-        "planned_times": [request.sent.planned - start for request in requests],
+        "planned_times": [request.sent.planned_at - start for request in requests],
         "finish_reasons": [request.finish for request in requests],
         "generated_texts": [request.text for request in requests],
         "errors": [

@@ -60,7 +60,7 @@ async def send_all(
     return [answer for answers in await asyncio.gather(*tasks) for answer in answers]
 
 
-async def talk_through(client: Client, conversation: AskedConversation, planned: float, pause: float,
+async def talk_through(client: Client, conversation: AskedConversation, planned_at: float, pause: float,
                        slots: AbstractAsyncContextManager[object], done: Done) -> list[Measured]:  # fmt: skip
     """Measures one conversation, turn after turn. If a turn fails, those after it cannot be sent, and have
     failed too."""
@@ -68,9 +68,9 @@ async def talk_through(client: Client, conversation: AskedConversation, planned:
     history, clock = History(), client.clock
     for turn in conversation.turns:
         if answers and answers[-1].failure is None:
-            planned = answers[-1].end + pause
+            planned_at = answers[-1].end + pause
             if pause:
-                await clock.sleep(planned - clock.now())
+                await clock.sleep(planned_at - clock.now())
         ready = clock.now()
         if answers and answers[-1].failure is not None:
             unsent = Failure("not sent: the turn before it failed")
@@ -83,7 +83,7 @@ async def talk_through(client: Client, conversation: AskedConversation, planned:
             )
         else:
             async with slots:
-                answer = await client.ask(turn, history, planned, ready, conversation.category)
+                answer = await client.ask(turn, history, planned_at, ready, conversation.category)
         if isinstance(turn.prompt, str):
             history = history.and_then(turn.prompt, answer.text)
         answers.append(answer)

@@ -149,8 +149,8 @@ def verifications(console: Console, run: RawRun) -> Table | None:
     table.add_row("acceptance length", two_digits(server.length))
     if server.rate is not None:
         table.add_row("acceptance rate", f"{server.rate:.1%}")
-    for place, rate in enumerate(server.rates_at, 1):
-        table.add_row(f"  at position {place}", f"{rate:.1%}")
+    for index, rate in enumerate(server.rates_at, 1):
+        table.add_row(f"  at position {index}", f"{rate:.1%}")
     table.add_row("verifications", number(server.verifications))
     return table
 

@@ -39,20 +39,20 @@ class StreamedChoice(msgspec.Struct):
     finish_reason: str | None = None
 
     @property
-    def said(self) -> str:
+    def output_text(self) -> str:
         """What counts as output, whatever part of the answer it belongs to."""
-        part = self.delta or self.message
-        if part is None:
+        message = self.delta or self.message
+        if message is None:
             return self.text or ""
-        calls = bytes(part.tool_calls)
-        return (part.reasoning_content or part.reasoning or "") + (part.content or "") + (
+        calls = bytes(message.tool_calls)
+        return (message.reasoning_content or message.reasoning or "") + (message.content or "") + (
             "" if calls in (b"", b"null", b"[]") else calls.decode(errors="replace"))  # fmt: skip
 
     @property
     def content(self) -> str:
         """What the conversation goes on with."""
-        part = self.delta or self.message
-        return (self.text if part is None else part.content) or ""
+        message = self.delta or self.message
+        return (self.text if message is None else message.content) or ""
 
 
 class StreamedEvent(msgspec.Struct):
@@ -75,7 +75,7 @@ class AnswerReader:
         self.metrics: VLLMRequestMetrics | None = None
         self._streamed, self._count = streamed, count
         self._rest = bytearray()
-        self._said: list[tuple[float, str, int | None]] = []  # time, text, tokens so far
+        self._chunks: list[tuple[float, str, int | None]] = []  # time, text, tokens so far
         self._content: list[str] = []
         self._ended = False
 
@@ -98,7 +98,7 @@ class AnswerReader:
                 self.failure = Failure("ended in the middle of the answer")
         else:
             self._event(bytes(self._rest), now)
-        if self.failure is None and not self._said and not (self.usage and self.usage.completion_tokens):
+        if self.failure is None and not self._chunks and not (self.usage and self.usage.completion_tokens):
             self.failure = Failure("no tokens in the answer")
 
     def _event(self, data: bytes, now: float) -> None:
@@ -115,18 +115,18 @@ class AnswerReader:
         if bytes(event.error) not in (b"", b"null"):
             self.failure = self.failure or Failure("error in the answer", message_of(bytes(data)))
             return
-        said = "".join(choice.said for choice in event.choices)
+        text = "".join(choice.output_text for choice in event.choices)
         self._content += [choice.content for choice in event.choices]
         self.usage, self.metrics = event.usage or self.usage, event.metrics or self.metrics
         so_far = event.usage.completion_tokens if event.usage is not None and event.choices else None
-        if said or (so_far is not None and so_far > self._so_far):
-            self._said.append((now, said, so_far))
+        if text or (so_far is not None and so_far > self._so_far):
+            self._chunks.append((now, text, so_far))
         for choice in event.choices:
             self.finish = choice.finish_reason or self.finish
 
     @property
     def _so_far(self) -> int:
-        return (self._said[-1][2] or 0) if self._said else 0
+        return (self._chunks[-1][2] or 0) if self._chunks else 0
 
     @property
     def text(self) -> str:
@@ -148,22 +148,22 @@ class AnswerReader:
         """The arrivals of tokens, and how their tokens were counted. Tokens that only the end's usage knows
         of (one that ends the text is not shown) came with the last chunk."""
         total = self.usage.completion_tokens if self.usage is not None else None
-        if not self._said:
+        if not self._chunks:
             return (), BY_USAGE
         counts, by = self._counts(total)
         return tuple(
-            Arrival(time, count) for (time, _, _), count in zip(self._said, counts, strict=True) if count
+            Arrival(time, count) for (time, _, _), count in zip(self._chunks, counts, strict=True) if count
         ), by
 
     def _counts(self, total: int | None) -> tuple[Sequence[int], str]:
-        so_far = [tokens for _, _, tokens in self._said if tokens is not None]
+        so_far = [tokens for _, _, tokens in self._chunks if tokens is not None]
         if not self._streamed and total:
             return [total], BY_USAGE
-        if len(so_far) == len(self._said):
+        if len(so_far) == len(self._chunks):
             last = max(so_far[-1], total or 0)
             ends = [*so_far[:-1], last]
             return [max(0, end - start) for start, end in zip([0, *ends[:-1]], ends, strict=True)], BY_USAGE
-        texts = [text for _, text, _ in self._said]
+        texts = [text for _, text, _ in self._chunks]
         if self._count is not None:
             counts = [self._count(text) for text in texts]
             return (shares(total, counts) if total else [max(1, count) for count in counts]), BY_TOKENIZER

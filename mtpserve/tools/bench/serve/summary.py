@@ -124,10 +124,10 @@ class SummaryOptions:
 
 def percentile(ordered: Sequence[float], share: float) -> float:
     """`share` in percent, of rising values; linear between two of them, as numpy's default."""
-    place = (len(ordered) - 1) * share / 100
-    low = math.floor(place)
+    rank = (len(ordered) - 1) * share / 100
+    low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
 def spread(values: Iterable[float | None], percentiles: Sequence[float] = PERCENTILES) -> Spread | None:
@@ -276,7 +276,7 @@ def summarise(run: RawRun, options: SummaryOptions) -> Summary:
 def percentiles_of(text: str) -> tuple[float, ...]:
     """Returns percentiles, in [0, 100]. Raises ConfigError."""
     try:
-        percentiles = tuple(float(part) for part in text.split(","))
+        percentiles = tuple(float(piece) for piece in text.split(","))
     except ValueError:
         percentiles = (-1.0,)
     check(

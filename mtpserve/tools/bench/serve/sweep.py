@@ -58,10 +58,10 @@ def sweep_of(options: Namespace) -> tuple[str | None, tuple[float, ...]]:
         loads = tuple(float(value) for value in values.split(","))
     except ValueError:
         loads = ()
-    whole = name == "request-rate" or all(load == int(load) for load in loads if math.isfinite(load))
+    are_integers = name == "request-rate" or all(load == int(load) for load in loads if math.isfinite(load))
     good = (
         bool(loads)
-        and whole
+        and are_integers
         and all(load > 0 and (name == "request-rate" or load < math.inf) for load in loads)
     )
     check(

@@ -168,15 +168,15 @@ def asked_of(options: Any) -> SpecGrid:
 
 
 def numbers(name: str, text: str, least: int, limit: int) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    good = all(part.isdecimal() and least <= int(part) <= limit for part in parts)
+    parts = [piece.strip() for piece in text.split(",")]
+    good = all(piece.isdecimal() and least <= int(piece) <= limit for piece in parts)
     check(good, name, text, f"whole numbers from {least} to {limit} with commas between them")
-    return sorted({int(part) for part in parts})
+    return sorted({int(piece) for piece in parts})
 
 
 def temperatures(text: str) -> list[float]:
     try:
-        values = [float(part) for part in text.split(",")]
+        values = [float(piece) for piece in text.split(",")]
     except ValueError:
         values = [-1.0]
     check(
@@ -346,11 +346,11 @@ def show(spec_grid: SpecGrid, figures: Sequence[SpecFigures], notes: Sequence[st
 
     console = terminal()
     first = ("batch ", "temperature ", "drafts", "AL ", "step ms ")
-    columns = (*first, *(f"{part} " for part in PARTS), "tok/s ", "S ", "M ")
+    columns = (*first, *(f"{stage} " for stage in PARTS), "tok/s ", "S ", "M ")
     title = f"prompts of {spec_grid.input} tokens, answers of {spec_grid.output}, {spec_grid.rounds} rounds"
     table = plain(console, title, *columns)
     for cell in figures:
-        parts = [f"{1000 * cell.parts[part]:.2f}" if cell.parts else "-" for part in PARTS]
+        parts = [f"{1000 * cell.parts[stage]:.2f}" if cell.parts else "-" for stage in PARTS]
         row = [
             str(cell.load.batch),
             f"{cell.load.temperature:g}",

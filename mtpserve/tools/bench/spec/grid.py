@@ -121,14 +121,14 @@ def figures(
     has_parts = all(window.parts for window in windows)
     parts = (
         {
-            part: step * median(window.parts.get(part, 0.0) / sum(window.times) for window in windows)
-            for part in PARTS
+            stage: step * median(window.parts.get(stage, 0.0) / sum(window.times) for window in windows)
+            for stage in PARTS
         }
         if has_parts
         else {}
     )
     if has_parts:
-        parts["host"] = max(step - sum(parts[part] for part in PARTS[1:]), 0.0)
+        parts["host"] = max(step - sum(parts[stage] for stage in PARTS[1:]), 0.0)
     compared = load.temperature == 0 and not lots
     texts = [
         pair
@@ -169,7 +169,7 @@ def as_row(cell: SpecFigures) -> dict[str, object]:
         "temperature": cell.load.temperature,
         "accept_length": round(cell.accept_length, 4),
         "step_ms": round(1000 * cell.step, 4),
-        "parts_ms": {part: round(1000 * seconds, 4) for part, seconds in cell.parts.items()} or None,
+        "parts_ms": {stage: round(1000 * seconds, 4) for stage, seconds in cell.parts.items()} or None,
         "tokens_per_second": round(cell.tokens_per_second, 2),
         "speedup": round(cell.speedup, 4),
         "overhead": round(cell.overhead, 4),
