@@ -93,7 +93,7 @@ def slots_of(batch: Batch, group: int) -> Tensor:
 
 
 class Contexts(Sequence[LayerContext[P]]):
-    """One for each layer of `stores`; `planned`: one for each store."""
+    """One for each layer of `stores`; `batch_attentions`: one for each store."""
 
     def __init__(self, stores: Stores, batch_attentions: Sequence[P]) -> None:
         self.stores, self.batch_attentions = stores, batch_attentions

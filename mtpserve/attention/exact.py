@@ -64,7 +64,7 @@ class ExactAttention:
 
 @dataclass(frozen=True, slots=True)
 class PlannedExact:
-    """Called for all rows, or through `part` for some that follow one another."""
+    """Called for all rows, or through `slice_rows` for some that follow one another."""
 
     pool: KVPool
     slots: Tensor  # [T], where the rows are stored
@@ -109,7 +109,7 @@ class PlannedExact:
 
 
 def part_of(contexts: Sequence[Context], start: int, stop: int, rows: int) -> list[Context]:
-    """The contexts of rows start … stop-1 alone, padded to `rows` rows. `planned` are ExactAttention's."""
+    """The contexts of rows start … stop-1 alone, padded to `rows` rows. `contexts` are ExactAttention's."""
     cut: dict[int, PlannedExact | PlannedSelected | PlannedCompressed] = {}
     parts = list[Context]()
     for context in contexts:

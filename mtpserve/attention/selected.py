@@ -35,7 +35,7 @@ class ChosenRows:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSelected:
-    """Called for all rows, or through `part` for some that follow one another."""
+    """Called for all rows, or through `slice_rows` for some that follow one another."""
 
     pool: KVPool
     slots: Tensor  # [T], where the rows are stored
@@ -74,8 +74,8 @@ class PlannedSelected:
 def best_of(
     visible_slots: list[Tensor], best: int, pool: KVPool, layer: int, q: Tensor, weights: Tensor
 ) -> list[Tensor]:
-    """seen: of each row slots of the pool; q [T, heads, dim], weights [T, heads] → of each row the `best` of
-    them by their index keys, in the same order."""
+    """visible_slots: of each row slots of the pool; q [T, heads, dim], weights [T, heads] → of each row
+    the `best` of them by their index keys, in the same order."""
     best_slots, keys = list(visible_slots), pool.index_keys(layer)
     scored = [row for row, slots in enumerate(visible_slots) if len(slots) > best]
     for rows, slots, counts in alike(visible_slots, scored, MAX_TOKENS):

@@ -57,9 +57,8 @@ class GatedDeltaNet(nn.Module):
         inputs, z, b, a = self.projected(x)
         forgotten = self.rate * F.softplus(a.float() + self.decay_bias)
         gates = torch.stack([forgotten, b.float().sigmoid()], 1)
-        output = cast(RecurrentContext, context).recur(
-            inputs, gates, self.taps
-        )  # [T, value_heads, value_dim]
+        # [T, value_heads, value_dim]
+        output = cast(RecurrentContext, context).recur(inputs, gates, self.taps)
         gated = self.norm(output.flatten(0, 1)).view_as(output) * F.silu(z.reshape(output.shape))
         return self.ranks.sum(self.out(gated.flatten(1)))
 

@@ -42,7 +42,7 @@ class EntryMaker(nn.Module):
         self.norm = RMSNorm(dim, arch.norm_eps, kernels)
 
     def forward(self, inputs: Tensor, there: Tensor, rotation: Rotation) -> Tensor:
-        """left [n, span, 2 * entries * dim], there [n, span], rotation of the entries → [n, 1, dim]"""
+        """inputs [n, span, 2 * entries * dim], there [n, span], rotation of the entries → [n, 1, dim]"""
         values, gates = inputs.chunk(2, -1)
         gates = gates + self.bias.repeat(inputs.shape[1] // self.every, 1)
         values, gates = (

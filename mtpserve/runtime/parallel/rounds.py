@@ -96,9 +96,9 @@ class Rounds:
     def round(
         self, layer: int, x: Tensor, expert_ids: Tensor, rows: Sequence[int], pairs: Sequence[int]
     ) -> Tensor | None:
-        """x [n, hidden] and wanted [n, top_k], numbers of the receiver's experts or -1, for each rank so many
-        `rows`, in which it finds so many `pairs` of a row and an expert → [pairs, hidden], what the experts
-        made of them. None: all have finished.
+        """x [n, hidden] and expert_ids [n, top_k], numbers of the receiver's experts or -1, for each rank so
+        many `rows`, in which it finds so many `pairs` of a row and an expert → [pairs, hidden], what the
+        experts made of them. None: all have finished.
 
         Raises EngineDead for whatever fails here: the others wait for what will not come."""
         try:
