@@ -165,7 +165,7 @@ def test_float8_cache(family: str, device: torch.device) -> None:
     """Against itself without drafts: devices and the interpreter round to float8 each in its own way."""
     model, asked, greedy = tiny_model(family, kernels="triton"), prompts(1, longest=6), SamplingParams(max_tokens=3, temperature=0)
     texts = [
-        run(tiny_engine(model, shape, page_size=16, backend="triton", stored=torch.float8_e4m3fn, device=device), asked, greedy)
+        run(tiny_engine(model, shape, page_size=16, backend="triton", kv_dtype=torch.float8_e4m3fn, device=device), asked, greedy)
         for shape in (0, CHAIN, TREE)
     ]
     assert texts[0] == texts[1] == texts[2]

@@ -27,26 +27,26 @@ SHAPES: dict[str, int | SpecConfig] = {"0": 0, "1": 1} | DEEP
 @cache
 def texts_alone(family: str) -> list[list[int]]:
     model = tiny_model(family, kernels="torch")
-    expected = [run(tiny_engine(model, 0, stored=FP8), [prompt], GREEDY)[0] for prompt in ASKED]
+    expected = [run(tiny_engine(model, 0, kv_dtype=FP8), [prompt], GREEDY)[0] for prompt in ASKED]
     assert expected != [run(tiny_engine(model, 0), [prompt], GREEDY)[0] for prompt in ASKED], "it would show nothing"
     return expected
 
 
 @pytest.mark.parametrize(("shape", "family"), diagonal(SHAPES, FAMILIES))
 def test_greedy_text_does_not_depend_on_drafts_or_chunks(family: str, shape: int | SpecConfig) -> None:
-    assert run(tiny_engine(tiny_model(family, kernels="torch"), shape, budget=33, stored=FP8), ASKED, GREEDY) == texts_alone(family)
+    assert run(tiny_engine(tiny_model(family, kernels="torch"), shape, budget=33, kv_dtype=FP8), ASKED, GREEDY) == texts_alone(family)
 
 
 @cache
 def exact_texts_alone(family: str) -> list[list[int]]:
     model = tiny_model(family, dtype=torch.bfloat16, kernels="exact")
-    return [run(tiny_engine(model, 0, exact=True, stored=FP8), [prompt], GREEDY)[0] for prompt in LONG]
+    return [run(tiny_engine(model, 0, exact=True, kv_dtype=FP8), [prompt], GREEDY)[0] for prompt in LONG]
 
 
 @pytest.mark.parametrize(("shape", "family"), diagonal(DEEP, FAMILIES))
 def test_exact_mode_stays_exact(family: str, shape: int | SpecConfig) -> None:
     model = tiny_model(family, dtype=torch.bfloat16, kernels="exact")
-    assert run(tiny_engine(model, shape, budget=45, seats=3, exact=True, stored=FP8), LONG, GREEDY) == exact_texts_alone(family)
+    assert run(tiny_engine(model, shape, budget=45, seats=3, exact=True, kv_dtype=FP8), LONG, GREEDY) == exact_texts_alone(family)
 
 
 @pytest.mark.parametrize("make", [deepseek, mimo], ids=["deepseek", "mimo"])
