@@ -184,8 +184,8 @@ def create_app(
             CORSMiddleware,
             allow_origins=config.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("authorization", "content-type", "x-api-key", "x-request-id"),
-            expose_headers=("retry-after", "x-request-id"),
+            allow_headers=("*",),  # libraries send names of their own, and more of them with each version
+            expose_headers=("request-id", "retry-after", "x-request-id", "x-should-retry"),
         )
     app.add_middleware(RequestLog)
     app.add_middleware(RootPath, root=config.root_path)

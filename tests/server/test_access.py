@@ -111,13 +111,14 @@ def test_ids_come_back(serving: Serving) -> None:
     for path, headers, status in (("/health", given, 200), ("/v1/models", given, 401), ("/nowhere", given | bearer("k"), 404)):
         response = send(http, "GET", path, headers=headers)
         assert (response.status_code, response.headers["x-request-id"]) == (status, "mine-1.2:3_4")
+        assert response.headers["request-id"] == "mine-1.2:3_4"  # Anthropic's clients read this one
     for bad in ("", "a b", "x" * 129, "ä"):
         made = send(http, "GET", "/health", headers={"x-request-id": bad.encode("latin-1")}).headers["x-request-id"]
         assert re.fullmatch("[0-9a-f]{32}", made)
     app: Any = http._transport.app  # type: ignore[attr-defined]
     app.state.service.tokenizer = None
     broken = send(http, "POST", COMPLETIONS, json=HELLO, headers=given | bearer("k"))
-    assert (broken.status_code, broken.headers["x-request-id"]) == (500, "mine-1.2:3_4")
+    assert (broken.status_code, broken.headers["x-request-id"], broken.headers["request-id"]) == (500, "mine-1.2:3_4", "mine-1.2:3_4")
 
 
 @pytest.mark.parametrize("log_requests", [False, True])
@@ -142,6 +143,18 @@ def test_browsers_are_let_in_where_it_is_told(serving: Serving) -> None:
     assert send(http, "GET", "/v1/models", headers=asked).headers["access-control-allow-origin"] == "http://page"  # a 401 is readable
     other = send(http, "OPTIONS", COMPLETIONS, headers=asked | {"origin": "http://other"})
     assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize("origin", ["http://page", "*"])
+def test_libraries_in_a_browser_may_send_headers_of_their_own(serving: Serving, origin: str) -> None:
+    http = serving(allowed_origins=(origin,))
+    names = "authorization,anthropic-version,anthropic-dangerous-direct-browser-access,content-type,traceparent,user-agent,x-api-key,x-stainless-os"
+    asked = {"origin": "http://page", "access-control-request-method": "POST", "access-control-request-headers": names}
+    answer = send(http, "OPTIONS", COMPLETIONS, headers=asked)
+    allowed = {name.strip().lower() for name in answer.headers["access-control-allow-headers"].split(",")}
+    assert answer.status_code == 200 and allowed >= set(names.split(","))
+    shown = send(http, "POST", COMPLETIONS, json=HELLO, headers={"origin": "http://page"}).headers["access-control-expose-headers"]
+    assert {"request-id", "x-request-id", "retry-after"} <= set(shown.split(", "))
 
 
 def test_a_body_is_as_long_as_the_option_says(serving: Serving) -> None:

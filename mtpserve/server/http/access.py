@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.server.http.errors import Refusal, error_body, printable
+from mtpserve.server.http.errors import Refusal, error_body, id_headers, printable
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,8 @@ class RootPath:
 
 
 class RequestLog:
-    """ASGI middleware: X-Request-Id in, or a new one, and out again; one line in the log for each request."""
+    """ASGI middleware: X-Request-Id in, or a new one, and out again, also as Anthropic's `request-id`; one line
+    in the log for each request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -183,7 +184,7 @@ class RequestLog:
             ):
                 status = message.get("status", SWITCHED)
                 message.setdefault("headers", [])
-                MutableHeaders(scope=message)["x-request-id"] = id
+                MutableHeaders(scope=message).update(id_headers(id))
             await send(message)
 
         try:

@@ -209,6 +209,11 @@ def error_response(error: Exception) -> Response:
     return Refusal(status, body, headers)
 
 
+def id_headers(id: str) -> dict[str, str]:
+    """The request's id under the names that OpenAI's and Anthropic's clients read."""
+    return {"x-request-id": id, "request-id": id}
+
+
 def validation_message(errors: Sequence[Any]) -> tuple[str, str | None, str]:
     """pydantic's errors as one text, and the first one's field and code."""
     lines = []
@@ -248,7 +253,8 @@ async def no_socket(socket: WebSocket) -> None:
 def add_error_handlers(app: FastAPI) -> None:
     async def failed(request: Request, error: Exception) -> Response:
         response = error_response(error)
-        response.headers["x-request-id"] = request.state.request_id  # a bug's answer does not pass RequestLog
+        # a bug's answer does not pass RequestLog
+        response.headers.update(id_headers(request.state.request_id))
         return response
 
     async def gone(request: Request, error: Exception) -> Response:
