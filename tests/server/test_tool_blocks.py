@@ -147,8 +147,10 @@ def test_a_message_has_a_block_for_each_part(tokenizer: Tokenizer) -> None:
     assert SHOWN in server.prompt()
     assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
     used = {"type": "tool_use", "name": "get_weather", "input": {"city": "Ulm"}}
+    signature = message["content"][0]["signature"]
+    assert signature, "clients take an empty one for none, and drop the block"
     assert [without_ids(block) for block in message["content"]] == [
-        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "thinking", "thinking": "hm", "signature": signature},
         {"type": "text", "text": "Let me see."},
         used,
         used,
@@ -173,14 +175,15 @@ def test_a_messages_stream_adds_up(tokenizer: Tokenizer, step: int) -> None:
                 assert data["index"] == len(blocks)
                 blocks.append(data["content_block"] | {"json": "", "open": True})
             case "content_block_delta":
-                field = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "json"}[data["delta"]["type"]]
-                assert blocks[data["index"]]["open"]
+                kind = data["delta"]["type"]
+                field = "json" if kind == "input_json_delta" else kind.removesuffix("_delta")
+                assert blocks[data["index"]]["open"] and not blocks[data["index"]].get("signature"), "a signature is a block's last delta"
                 blocks[data["index"]][field] += data["delta"].get("partial_json", data["delta"].get(field))
             case "content_block_stop":
                 blocks[data["index"]]["open"] = False
     assert not any(block["open"] for block in blocks)
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
-    assert (blocks[0]["thinking"], blocks[1]["text"]) == ("hm", "Let me see.")
+    assert (blocks[0]["thinking"], blocks[1]["text"]) == ("hm", "Let me see.") and blocks[0]["signature"]
     assert [(block["input"], json.loads(block["json"])) for block in blocks[2:]] == [({}, {"city": "Ulm"})] * 2
     assert [data["type"] for data in found[-2:]] == ["message_delta", "message_stop"]
     assert found[-2]["delta"]["stop_reason"] == "tool_use"
@@ -198,7 +201,14 @@ def test_results_go_back_to_a_message(tokenizer: Tokenizer) -> None:
     answer = ask(server, messages=[USER, {"role": "assistant", "content": content}, {"role": "user", "content": results}]).json()
     assert (answer["content"], answer["stop_reason"]) == ([{"type": "text", "text": "7 degrees"}], "end_turn")
     told = f"tool{ids[0]}: cold\ntool{ids[1]}: Error: no such city\nuser: well?\nassistant"
+    assert content[0]["signature"], "it is accepted back"
     assert "assistant: Let me see.\ncity = Ulm\ncity = Ulm\n" + told in server.prompt()
+
+
+def test_a_thought_alone_ends_with_its_signature(tokenizer: Tokenizer) -> None:
+    found = [data for _, data in named(ask(Server(tokenizer, "<think>hm", reasoning="qwen3"), stream=True).text)]
+    assert [data["type"] for data in found[-4:]] == ["content_block_delta", "content_block_stop", "message_delta", "message_stop"]
+    assert found[-4]["delta"]["type"] == "signature_delta" and found[-4]["delta"]["signature"]
 
 
 @pytest.mark.parametrize(

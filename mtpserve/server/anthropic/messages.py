@@ -37,6 +37,8 @@ class TextBlock(Rendered, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(Rendered, tag_field="type", tag="thinking"):
+    """The signature means nothing here, but clients drop a block that ends without one."""
+
     thinking: str
     signature: str = ""
 
@@ -78,9 +80,10 @@ class CountedTokens(Rendered):
 class MessageDelta(Rendered):
     """What a block's text adds, by its type; or, without one, how the message ended."""
 
-    type: Literal["text_delta", "thinking_delta", "input_json_delta"] | UnsetType = UNSET
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"] | UnsetType = UNSET
     text: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
     partial_json: str | UnsetType = UNSET
     stop_reason: str | UnsetType | None = UNSET
     stop_sequence: str | UnsetType | None = UNSET
@@ -101,9 +104,16 @@ def content_block(block: Block) -> AnyBlock:
         case "text":
             return TextBlock(block.text)
         case "reasoning":
-            return ThinkingBlock(block.text)
+            return ThinkingBlock(block.text, block.id)
         case "call":
             return ToolUseBlock(block.call_id, block.name, block.arguments() or {})
+
+
+def opening_block(block: Block) -> AnyBlock:
+    """The block as its `content_block_start` has it: the deltas bring all but a call's names."""
+    if block.kind == "reasoning":
+        return ThinkingBlock("")
+    return content_block(replace(block, text=""))
 
 
 def delta(block: Block, text: str) -> MessageDelta:
@@ -161,7 +171,7 @@ class MessageAnswer:
         done = self.object()
         end = MessageDelta(stop_reason=done.stop_reason, stop_sequence=done.stop_sequence)
         yield [
-            MessageEvent("content_block_stop", index=self.opened - 1),
+            *self._closing_events(),
             MessageEvent("message_delta", delta=end, usage=done.usage),
             MessageEvent("message_stop"),
         ]
@@ -175,13 +185,19 @@ class MessageAnswer:
         for index, block in self.choice.unfinished_blocks(self.opened):
             if index == self.opened:
                 if self.opened:
-                    yield MessageEvent("content_block_stop", index=self.opened - 1)
+                    yield from self._closing_events()
                 self.opened += 1
-                yield MessageEvent(
-                    "content_block_start", index=index, content_block=content_block(replace(block, text=""))
-                )
+                yield MessageEvent("content_block_start", index=index, content_block=opening_block(block))
             if text := block.take():
                 yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
+
+    def _closing_events(self) -> Iterator[MessageEvent]:
+        """The end of the block that was opened last."""
+        index = self.opened - 1
+        if (block := self.choice.blocks[index]).kind == "reasoning":
+            signature = MessageDelta("signature_delta", signature=block.id)
+            yield MessageEvent("content_block_delta", index=index, delta=signature)
+        yield MessageEvent("content_block_stop", index=index)
 
 
 async def messages(request: Request, service: Served, body: MessagesRequest) -> Response:
