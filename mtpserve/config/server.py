@@ -28,6 +28,9 @@ REASONING_PARSERS = (
     "qwen3-thinking", "step3p5",
 )  # fmt: skip
 
+# SGLang's and DeepSeek's name, vLLM's name, or both: clients that add up both then show all of it twice
+REASONING_FIELDS = ("reasoning_content", "reasoning", "both")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -130,6 +133,11 @@ class ServerConfig:
         AUTO,
         "how the model marks its reasoning, for reasoning_content; auto: as its template or its family does",
         choices=REASONING_PARSERS,
+    )
+    reasoning_field: str = option(
+        "reasoning_content",
+        "field of a chat's stream that has the reasoning; whole answers have both",
+        choices=REASONING_FIELDS,
     )
 
     def __post_init__(self) -> None:

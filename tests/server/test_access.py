@@ -148,7 +148,7 @@ def test_browsers_are_let_in_where_it_is_told(serving: Serving) -> None:
 @pytest.mark.parametrize("origin", ["http://page", "*"])
 def test_libraries_in_a_browser_may_send_headers_of_their_own(serving: Serving, origin: str) -> None:
     http = serving(allowed_origins=(origin,))
-    names = "authorization,anthropic-version,anthropic-dangerous-direct-browser-access,content-type,traceparent,user-agent,x-api-key,x-stainless-os"
+    names = "authorization,anthropic-version,anthropic-dangerous-direct-browser-access,content-type,traceparent,x-api-key,x-stainless-os"
     asked = {"origin": "http://page", "access-control-request-method": "POST", "access-control-request-headers": names}
     answer = send(http, "OPTIONS", COMPLETIONS, headers=asked)
     allowed = {name.strip().lower() for name in answer.headers["access-control-allow-headers"].split(",")}

@@ -54,7 +54,8 @@ class ChatWriter(ChoiceWriter):
                 case "text" if text:
                     yield {"delta": objects.Delta(content=text)}
                 case "reasoning" if text:
-                    yield {"delta": objects.Delta(reasoning_content=text, reasoning=text)}
+                    field = self.choice.service.server_config.reasoning_field
+                    yield {"delta": reasoning_delta(text, field)}
                 case "call":
                     number = sum(before.kind == "call" for before in self.choice.blocks[:index])
                     if begins:
@@ -68,6 +69,14 @@ class ChatWriter(ChoiceWriter):
         self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
     ) -> objects.ChatLogprobs:
         return chat_logprobs(self.names, tokens, [score for score in scores if score is not None], top)
+
+
+def reasoning_delta(text: str, field: str) -> objects.Delta:
+    """`field`: the value of --reasoning-field."""
+    return objects.Delta(
+        reasoning_content=UNSET if field == "reasoning" else text,
+        reasoning=UNSET if field == "reasoning_content" else text,
+    )
 
 
 def call_delta(number: int, arguments: str = "", name: str | UnsetType = UNSET, **head: Any) -> objects.Delta:

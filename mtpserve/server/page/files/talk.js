@@ -50,7 +50,7 @@ function requestOf(turn) {
 function receive(turn, chunk) {
   for (const choice of chunk.choices) {
     const delta = choice.delta || {};
-    turn.reasoning += delta.reasoning_content || "";
+    turn.reasoning += delta.reasoning_content || delta.reasoning || "";
     turn.content += delta.content || "";
     for (const part of delta.tool_calls || []) {
       const call = turn.calls[part.index] ??= { id: part.id, name: "", args: "" };
