@@ -51,9 +51,9 @@ SCHEMA = {"type": "object"}
 OF_SCHEMA = GrammarSpec("json_schema", json.dumps(SCHEMA))
 TAG = {"type": "structural_tag", "format": {}}
 CONSTRAINTS: list[tuple[dict[str, Any], GrammarSpec | None]] = [
-    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "text", "new": 1}}, None),
     ({"response_format": {"type": "json_object"}}, GrammarSpec("json_object")),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, OF_SCHEMA),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "new": 1}, "newer": 2}}, OF_SCHEMA),
     ({"response_format": TAG}, GrammarSpec("structural_tag", json.dumps(TAG))),
     ({"json_schema": '{"type": "object"}'}, GrammarSpec("json_schema", '{"type": "object"}')),
     ({"ebnf": 'root ::= "a"'}, GrammarSpec("ebnf", 'root ::= "a"')),
@@ -91,6 +91,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"speculative": {"num_steps": -1}}, "speculative"),
     (CHAT, {"prediction": {"type": "content"}}, "prediction"),
     (CHAT, {"response_format": {"type": "yaml"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}}}, "response_format"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
     (CHAT, {"response_format": {"type": "json_object"}, "regex": "a"}, "response_format"),
     (CHAT, {"structured_outputs": {"yaml": 1}}, "structured_outputs"),

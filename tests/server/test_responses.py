@@ -117,7 +117,7 @@ def test_one_that_fails(http: httpx.AsyncClient, app: FastAPI, client: FakeClien
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "a", "parameters": []}]}, "tools[0].parameters"),
-        ({"tools": [{"type": "function", "name": "a", "returns": {}}]}, "tools[0].returns"),
+        ({"tools": [{"type": "function", "name": "a", "strict": 1}]}, "tools[0].strict"),
         ({"tools": [{"type": "function", "name": "a"}]}, "tool_choice"),  # auto, and nobody said how the model writes calls
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),

@@ -123,7 +123,7 @@ class ToolDefinition(Strict):
         {
             "anyOf": [
                 {
-                    "required": ["input_schema"],
+                    "required": ["name", "input_schema"],
                     "properties": {
                         "type": {"enum": [None, "custom"]},
                         "name": forms.FIELDS["name"],
@@ -139,15 +139,16 @@ class ToolDefinition(Strict):
     )
 
     type: str | None = None
-    name: str
+    name: str | None = None  # a set of tools of some other server has none
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
 
     def function(self, place: str) -> dict[str, Any]:
         """Returns the tool in OpenAI's form. Raises InvalidRequest."""
-        if self.input_schema is None:
-            raise InvalidRequest(f"{place}.input_schema: field required", f"{place}.input_schema")
+        for field in ("name", "input_schema"):
+            if getattr(self, field) is None:
+                raise InvalidRequest(f"{place}.{field}: field required", f"{place}.{field}")
         fields = {
             "name": self.name,
             "description": self.description,

@@ -108,20 +108,19 @@ def response_format(value: Any) -> GrammarSpec | None:
     kind = value.get("type") if isinstance(value, dict) else None
     match kind:
         case "text":
-            only(value, {"type"}, "response_format")
+            refuse_schemas(value, "schema", "json_schema")
             return None
         case "json_object":
-            only(value, {"type"}, "response_format")
+            refuse_schemas(value, "schema", "json_schema")
             return GrammarSpec("json_object", field="response_format")
         case "json_schema":
-            only(value, {"type", "json_schema"}, "response_format")
+            refuse_schemas(value, "schema")
             wrapped = value.get("json_schema")
             schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
             if not isinstance(schema, dict):
                 raise InvalidRequest(
                     "response_format.json_schema.schema must be an object", "response_format"
                 )
-            only(wrapped, {"name", "description", "schema", "strict"}, "response_format.json_schema")
             return spec("json_schema", schema, "response_format", "response_format.json_schema.schema")
         case "structural_tag":
             return spec("structural_tag", value, "response_format", "response_format")
@@ -131,10 +130,12 @@ def response_format(value: Any) -> GrammarSpec | None:
     )
 
 
-def only(value: Any, fields: set[str], place: str) -> None:
-    """A schema beside json_object, as some servers take it, must not be lost in silence."""
-    for name in sorted(value.keys() - fields):
-        raise InvalidRequest(f"{place}.{name[:50]}: unknown field", "response_format")
+def refuse_schemas(value: dict[str, Any], *fields: str) -> None:
+    """A schema beside json_object, as some servers take it, must not be lost in silence. Other fields that
+    are unknown mean nothing here."""
+    if misplaced := [name for name in fields if value.get(name) is not None]:
+        wanted = "a schema goes into json_schema.schema, with the type 'json_schema'"
+        raise InvalidRequest(f"response_format.{misplaced[0]}: {wanted}", "response_format")
 
 
 def thinking_budget(*values: int | None, custom_params: Mapping[str, object] | None = None) -> int | None:

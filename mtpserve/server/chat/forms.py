@@ -69,21 +69,24 @@ STRUCTURED_OUTPUTS: Schema = {
     ]
 }
 SCHEMA_FORM = {"name": {}, "description": {}, "schema": OBJECT, "strict": {}}
+PLAIN_FORMAT: Schema = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "json_object"]}, "schema": NULL, "json_schema": NULL},
+    "required": ["type"],
+}
+IN_SCHEMA = {"type": "object", "properties": SCHEMA_FORM, "required": ["schema"]}
 RESPONSE_FORMAT: Schema = {
     "anyOf": [
-        closed_object({"type": {"enum": ["text", "json_object"]}}, ["type"]),
-        closed_object(
-            {"type": {"const": "json_schema"}, "json_schema": closed_object(SCHEMA_FORM, ["schema"])},
-            ["type", "json_schema"],
-        ),
+        PLAIN_FORMAT,
+        kind("json_schema", {"json_schema": IN_SCHEMA, "schema": NULL}, ["json_schema"]),
         kind("structural_tag"),
     ]
 }
 # The same in responses' `text`, where the schema's fields are beside its type.
 TEXT_FORMAT: Schema = {
     "anyOf": [
-        closed_object({"type": {"enum": ["text", "json_object"]}}, ["type"]),
-        closed_object({"type": {"const": "json_schema"}} | SCHEMA_FORM, ["type", "schema"]),
+        PLAIN_FORMAT,
+        kind("json_schema", SCHEMA_FORM, ["schema"]),
         kind("structural_tag"),
     ]
 }
@@ -105,9 +108,22 @@ FIELDS: dict[str, Schema] = {
     "parameters": or_null(PARAMETERS),
     "strict": or_null(BOOLEAN),
 }
-FUNCTION: Schema = closed_object(FIELDS, ["name"])
+FUNCTION: Schema = {"type": "object", "properties": FIELDS, "required": ["name"]}
 TOOLS: Schema = {
-    "items": closed_object({"type": {"const": "function"}, "function": FUNCTION}, ["type", "function"]),
+    "items": {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {"type": {"const": "function"}, "function": FUNCTION},
+                "required": ["function"],
+            },
+            {
+                "type": "object",
+                "properties": {"type": {"type": "string", "not": {"const": "function"}}},
+                "required": ["type"],
+            },
+        ]
+    },
     "maxItems": MAX_TOOLS,
 }
 DEMANDED: Schema = {  # a rule: what is demanded has to be there
@@ -117,8 +133,31 @@ DEMANDED: Schema = {  # a rule: what is demanded has to be there
     ]
 }
 NAMED: Schema = {"type": "object", "properties": {"name": STRING}, "required": ["name"]}
+CHOSEN: Schema = kind("function", {"function": NAMED}, ["function"])
+CHOSEN_FLAT: Schema = kind("function", {"name": STRING}, ["name"])  # as responses have it
+
+
+def allowed(function: Schema) -> dict[str, Schema]:
+    """The fields of a choice of several tools."""
+    other = OBJECT | {"properties": {"type": {"not": {"const": "function"}}}}
+    tools = {"type": "array", "items": {"anyOf": [function, other]}, "contains": function}
+    return {"mode": {"enum": ["auto", "required"]}, "tools": tools}
+
+
+ALLOWED: Schema = {"type": "object", "properties": allowed(CHOSEN), "required": ["mode", "tools"]}
 TOOL_CHOICE: Schema = {
-    "anyOf": [{"enum": list(CHOICES)}, kind("function", {"function": NAMED}, ["function"])]
+    "anyOf": [
+        {"enum": list(CHOICES)},
+        CHOSEN,
+        kind("allowed_tools", {"allowed_tools": ALLOWED}, ["allowed_tools"]),
+    ]
+}
+TOOL_CHOICE_FLAT: Schema = {
+    "anyOf": [
+        {"enum": list(CHOICES)},
+        CHOSEN_FLAT,
+        kind("allowed_tools", allowed(CHOSEN_FLAT), ["mode", "tools"]),
+    ]
 }
 VARIABLES: Schema = {
     "maxProperties": MAX_VARIABLES,
@@ -131,4 +170,4 @@ VARIABLES: Schema = {
 
 TEXT_PART: Schema = kind("text", {"text": STRING}, ["text"])
 CONTENT: Schema = {"anyOf": [STRING, {"type": "array", "items": TEXT_PART}]}
-PREDICTION: Schema = closed_object({"type": {"const": "content"}, "content": CONTENT}, ["type", "content"])
+PREDICTION: Schema = kind("content", {"content": CONTENT}, ["content"])

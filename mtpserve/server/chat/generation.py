@@ -37,12 +37,13 @@ MERGED_STEPS = 16  # steps of several choices that may wait to be written
 
 class OutputReader:
     """One choice's text as the events that the client asked for. It leaves out further calls if the client
-    wants one."""
+    wants one, and calls of tools that the client offers but does not allow here."""
 
     def __init__(self, plan: OutputPlan, tokenizer: Tokenizer, include_reasoning: bool) -> None:
         self.parses = plan.thinking is not None or plan.calls is not None  # otherwise all text is content
         self.returns_reasoning = include_reasoning and plan.thinking is not None
-        self._include_reasoning, self._several = include_reasoning, plan.use.several
+        self._include_reasoning, self._use = include_reasoning, plan.use
+        self._refused_calls: set[int] = set()  # of tools that the client does not allow here
         self._tokenizer = tokenizer
         self._calls_alone = plan.calls_alone
         self._parser = plan.parser()
@@ -61,8 +62,10 @@ class OutputReader:
         return [event for event in events if self._is_included(event)]
 
     def _is_included(self, event: Event) -> bool:
+        if isinstance(event, CallBegin) and not self._use.allows(event.name):
+            self._refused_calls.add(event.index)
         if isinstance(event, CallBegin | Arguments):
-            return event.index == 0 or self._several
+            return (event.index == 0 or self._use.several) and event.index not in self._refused_calls
         if isinstance(event, Content):
             return not self._calls_alone
         return isinstance(event, Reasoning) and self._include_reasoning

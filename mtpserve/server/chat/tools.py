@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from mtpserve.config import ServerConfig
@@ -18,6 +18,7 @@ from mtpserve.core.errors import ConfigError, InvalidRequest
 from mtpserve.core.sampling import MAX_GRAMMAR_BYTES, GrammarSpec, SamplingParams
 from mtpserve.server.chat.constraints import apply_thinking_budget
 from mtpserve.server.chat.formats import Formats
+from mtpserve.server.chat.offers import Offer
 from mtpserve.server.chat.schemas import check_enforceable, check_parameters
 from mtpserve.server.http.errors import SHORT
 from mtpserve.text.parsers.call_grammar import spelled_by
@@ -29,29 +30,42 @@ from mtpserve.text.parsers.tools import CallFormat, Spell, Tool
 from mtpserve.text.requests import check_text
 from mtpserve.text.tokenizer import Tokenizer
 
-MAX_TOOLS = 128  # OpenAI's limit
+MAX_TOOLS = 4096  # OpenAI documents 128; agents that gather several servers' tools send more
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}\Z")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 CHOICES = ("none", "auto", "required")
 ToolChoice = Literal["none", "auto", "required", "named"]
-FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
+FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`choice`: none, auto, required or named, the name being `only` then. `several`: more than one call in
-    an answer is wanted."""
+    """`choice`: none, auto, required or named. `only`: the names that may be called, one where it is named;
+    None: all. `several`: more than one call in an answer is wanted."""
 
-    definitions: list[dict[str, Any]]  # as the client gave them
+    definitions: list[dict[str, Any]]  # as the client gave them, without fields that nothing here knows
     tools: list[Tool]
     choice: ToolChoice = "none"
-    only: str | None = None
+    only: frozenset[str] | None = None
     several: bool = True
+    indices: list[int] = field(default_factory=list)  # in the client's list, which may have other tools
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """What the template is given. A model that must not call tools is not told of them."""
-        return self.definitions if self.choice != "none" else None
+        """What the template is given. A model is not told of tools that it must not call, unless a grammar
+        keeps it from them: then the prompt stays that of requests that allow all."""
+        if self.choice == "none":
+            return None
+        if self.forced:
+            return self.definitions
+        return [
+            definition
+            for definition, tool in zip(self.definitions, self.tools, strict=True)
+            if self.allows(tool.name)
+        ]
+
+    def allows(self, name: str) -> bool:
+        return self.only is None or name in self.only
 
     @property
     def forced(self) -> bool:
@@ -63,24 +77,24 @@ def parse_tools(
 ) -> ToolUse:
     """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. `prompt_only`: nothing will be generated.
     Raises InvalidRequest that names the place."""
-    entries = definitions(tools)
-    offered = [tool(entry["function"], f"tools[{index}].function") for index, entry in enumerate(entries)]
-    names = [definition.name for definition in offered]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise InvalidRequest(
-                f"tools[{index}].function.name: {name!r} is there twice", f"tools[{index}].function.name"
-            )
+    functions = offered_functions(tools, choice)
+    offered: dict[str, Tool] = {}  # by name
+    for index, function in functions.items():
+        place = f"tools[{index}].function"
+        definition = tool(function, place)
+        if definition.name in offered:
+            raise InvalidRequest(f"{place}.name: {definition.name!r} is there twice", f"{place}.name")
+        offered[definition.name] = definition
     kind, only = parse_tool_choice(choice, bool(offered))
     if not offered:
-        if kind in ("required", "named"):
+        if only is not None or kind == "required":
             raise InvalidRequest(
                 f"tool_choice {kind!r} needs tools" if only is None else "tool_choice needs tools",
                 "tool_choice",
             )
         return ToolUse([], [])
-    if only is not None and only not in names:
-        raise InvalidRequest(f"tool_choice names {only[:100]!r}, which is none of the tools", "tool_choice")
+    for name in sorted((only or frozenset()) - offered.keys()):
+        raise InvalidRequest(f"tool_choice names {name[:100]!r}, which is none of the tools", "tool_choice")
     if kind == "auto" and formats.tool_calls is None and not prompt_only:
         raise InvalidRequest(
             "tool_choice 'auto' needs to know how this model writes calls, which its chat template "
@@ -88,28 +102,36 @@ def parse_tools(
             f"--tool-call-parser ({', '.join(TOOL_CALLS.names())}), or ask for 'required' or for "
 f"one tool by name", "tool_choice",
         )  # fmt: skip
-    return ToolUse(entries, offered, kind, only, kind != "named" and parallel is not False)
+    definitions = [{"type": "function", "function": function} for function in functions.values()]
+    several = kind != "named" and parallel is not False
+    return ToolUse(definitions, list(offered.values()), kind, only, several, list(functions))
 
 
-def definitions(tools: Any) -> list[dict[str, Any]]:
+def offered_functions(tools: Any, choice: Any) -> dict[int, dict[str, Any]]:
+    """The functions by their index in `tools`, with the fields that are known: clients mark tools for the
+    caches of others. Raises InvalidRequest, also where `choice` demands a tool that is no function."""
     if tools is None:
-        return []
+        return {}
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS} tools", "tools")
+    offer, functions = Offer(), dict[int, dict[str, Any]]()
     for index, entry in enumerate(tools):
         place = f"tools[{index}]"
-        if not isinstance(entry, dict) or entry.get("type") != "function":
-            raise InvalidRequest(f"{place}.type must be 'function'", f"{place}.type")
-        if not isinstance(entry.get("function"), dict):
+        if not isinstance(entry, dict):
+            raise InvalidRequest(f"{place} must be an object, got {SHORT.repr(entry)}", place)
+        if (kind := entry.get("type", "function")) != "function":
+            offer.leave_out(kind, place)
+            continue
+        if not isinstance(function := entry.get("function"), dict):
             raise InvalidRequest(f"{place}.function must be an object", f"{place}.function")
-        for name in sorted(entry.keys() - {"type", "function"}):
-            raise InvalidRequest(f"{place}.{name[:50]}: unknown field", f"{place}.{name[:50]}")
-    return tools
+        functions[index] = {name: function[name] for name in FUNCTION_FIELDS if name in function}
+        offer.add(functions[index], place)
+    demanded = choice.get("type") if isinstance(choice, dict) else None
+    offer.check(demanded if isinstance(demanded, str) else None)
+    return functions
 
 
 def tool(function: dict[str, Any], place: str) -> Tool:
-    for unknown in sorted(function.keys() - FUNCTION_FIELDS):
-        raise InvalidRequest(f"{place}.{unknown[:50]}: unknown field", f"{place}.{unknown[:50]}")
     name, description, strict = (function.get(field) for field in ("name", "description", "strict"))
     name = checked_name(name, f"{place}.name")
     if description is not None and not isinstance(description, str):
@@ -140,27 +162,51 @@ def checked_name(name: Any, place: str) -> str:
     return name
 
 
-def parse_tool_choice(
-    choice: Any, offered: bool
-) -> tuple[Literal["none", "auto", "required", "named"], str | None]:
+def parse_tool_choice(choice: Any, offered: bool) -> tuple[ToolChoice, frozenset[str] | None]:
+    """The kind of choice, and the names that it allows; None: all."""
     if choice is None:
         return "auto" if offered else "none", None
     if isinstance(choice, str) and choice in CHOICES:
         return cast(Literal["none", "auto", "required"], choice), None
-    function = (
-        choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    )
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "allowed_tools":
+        return allowed_tools(choice)
+    name = name_in(choice) if kind == "function" and "function" in choice else None
+    if name is None:
         wanted = "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
         raise InvalidRequest(f"tool_choice must be {wanted}, got {SHORT.repr(choice)}", "tool_choice")
-    return "named", name
+    return "named", frozenset({name})
+
+
+def allowed_tools(choice: dict[str, Any]) -> tuple[ToolChoice, frozenset[str]]:
+    """A choice of several tools: chat completions have its fields in an object of its name, responses have
+    them beside its type. Tools that are no functions are left out here too."""
+    fields = choice.get("allowed_tools", choice)
+    mode, tools = (fields.get("mode"), fields.get("tools")) if isinstance(fields, dict) else (None, None)
+    names = (
+        [name_in(tool) for tool in tools if tool.get("type") == "function"]
+        if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+        else []
+    )
+    if mode not in ("auto", "required") or not names or None in names:
+        wanted = "a mode, 'auto' or 'required', and tools, a list with the names of functions"
+        raise InvalidRequest(
+            f"tool_choice of type 'allowed_tools' must have {wanted}, got {SHORT.repr(choice)}", "tool_choice"
+        )
+    return cast(Literal["auto", "required"], mode), frozenset(name for name in names if name is not None)
+
+
+def name_in(tool: dict[str, Any]) -> str | None:
+    """The name of a function that a tool_choice refers to, in chat completions one level deeper."""
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def call_format(use: ToolUse, formats: Formats) -> CallFormat:
     name = formats.tool_calls or (formats.reasoning and REASONINGS.get(formats.reasoning).calls)
     format_class: type[CallFormat] = TOOL_CALLS.get(name) if name else Listed
-    return format_class(use.tools)
+    return format_class([tool for tool in use.tools if use.allows(tool.name)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,15 +290,17 @@ def apply_output_plan(plan: OutputPlan, sampling: SamplingParams, tokenizer: Tok
 
 def calls_grammar(use: ToolUse, calls: CallFormat, spell: Spell) -> str:
     """Raises InvalidRequest that names the tool whose schema cannot be enforced."""
-    wanted = [definition for definition in use.tools if use.only in (None, definition.name)]
-    for definition in wanted:
-        place = f"tools[{use.tools.index(definition)}].function.parameters"
+    offered = {
+        index: tool for index, tool in zip(use.indices, use.tools, strict=True) if use.allows(tool.name)
+    }
+    for index, definition in offered.items():
+        place = f"tools[{index}].function.parameters"
         check_enforceable(definition.parameters, place)
         try:
             calls.grammar([definition], False, spell)
         except ValueError as error:
             raise InvalidRequest(f"{place}: {error}", place) from error
-    grammar = calls.grammar(wanted, use.several, spell)
+    grammar = calls.grammar(list(offered.values()), use.several, spell)
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
             f"tools make a grammar of {len(grammar)} characters, at most {MAX_GRAMMAR_BYTES} are allowed",

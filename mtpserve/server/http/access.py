@@ -159,7 +159,7 @@ class RootPath:
 
 
 class RequestLog:
-    """ASGI middleware: X-Request-Id in, or a new one, and out again, as `request-id` (Anthropic's) too; a line
+    """ASGI middleware: X-Request-Id in, or a new one, and out again, as Anthropic's `request-id` too; a line
     in the log for each request."""
 
     def __init__(self, app: ASGIApp) -> None:

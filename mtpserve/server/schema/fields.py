@@ -70,11 +70,7 @@ def predicted(prediction: dict[str, Any] | None) -> str:
         ]
         is_text = all(isinstance(part, str) for part in parts)
         content = "".join(parts) if is_text else None  # type: ignore[arg-type]
-    if (
-        prediction.get("type") != "content"
-        or not isinstance(content, str)
-        or prediction.keys() > {"type", "content"}
-    ):
+    if prediction.get("type") != "content" or not isinstance(content, str):
         raise InvalidRequest(
             "prediction must be {'type': 'content', 'content': a string or a list of text parts}",
             "prediction",

@@ -75,12 +75,12 @@ async def parse_function_call(service: Served, body: ParseFunctionCall) -> Respo
     formats = Formats(name, None)
     use = parse_tools(body.tools, None, None, formats)
     events = await taken_apart(service, body.text, OutputParser(calls=call_format(use, formats)))
-    names = [tool.name for tool in use.tools]
+    indices = dict(zip([tool.name for tool in use.tools], use.indices, strict=True))
     calls: list[ParsedCall] = []
     for event in events:
         match event:
             case CallBegin(_, _, name):
-                calls.append(ParsedCall(names.index(name) if name in names else -1, name, ""))
+                calls.append(ParsedCall(indices.get(name, -1), name, ""))
             case Arguments(_, text):
                 calls[-1].parameters += text
     return JSON(ParsedCalls("".join(event.text for event in events if isinstance(event, Content)), calls))

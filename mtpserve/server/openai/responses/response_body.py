@@ -19,7 +19,7 @@ from mtpserve.server.chat.conversation import (
     call_for_template,
 )
 from mtpserve.server.chat.offers import Offer
-from mtpserve.server.chat.tools import CHOICES, checked_name
+from mtpserve.server.chat.tools import checked_name
 from mtpserve.server.http.errors import SHORT, Unsupported
 from mtpserve.server.schema.base import Effort, Label, Metadata, Strict, Timeout, say_once
 from mtpserve.server.schema.fields import either
@@ -58,9 +58,7 @@ def parts(kinds: tuple[str, ...]) -> Schema:
     return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
 
 
-MEMBER = forms.closed_object(
-    {"type": {"const": "function"}, "defer_loading": {}} | forms.FIELDS, ["type", "name"]
-)
+MEMBER = forms.kind("function", forms.FIELDS, ["name"])
 TOOL: Schema = {
     "anyOf": [
         MEMBER,
@@ -156,9 +154,7 @@ class InputTokensRequest(Strict):
     column = "responses"
     shapes: ClassVar[dict[str, Schema]] = {
         "tools": {"items": TOOL},
-        "tool_choice": {
-            "anyOf": [{"enum": list(CHOICES)}, forms.kind("function", {"name": forms.STRING}, ["name"])]
-        },
+        "tool_choice": forms.TOOL_CHOICE_FLAT,
         "chat_template_kwargs": forms.VARIABLES,
     }
     rules: ClassVar[tuple[Schema, ...]] = (SOMETHING, forms.DEMANDED)
@@ -205,7 +201,7 @@ class InputTokensRequest(Strict):
         """Returns the choice as chat completions have it, where a name is one level deeper. Raises
         Unsupported."""
         choice = self.tool_choice
-        if not isinstance(choice, dict):
+        if not isinstance(choice, dict) or choice.get("type") == "allowed_tools":
             return choice
         if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
             raise Unsupported(
