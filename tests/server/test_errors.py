@@ -192,6 +192,9 @@ def test_a_limit_is_named_as_the_client_did(http: httpx.AsyncClient) -> None:
         for value in (0, CONTEXT, 10**30):
             assert refused(http, CHAT, {"messages": USER, name: value})["param"] == name
     assert refused(http, CHAT, {"messages": USER, "min_tokens": 10**30})["param"] == "min_tokens"  # which no limit bounds here
+    too_many = {"sampling_params": {}, "text": "a", "return_logprob": True, "top_logprobs_num": 25}
+    for route, body in ((CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 25}), ("/generate", too_many)):
+        assert refused(http, route, body)["message"].endswith("got 25: see --max-logprobs"), "an option that exists"
 
 
 GRAMMARS: list[tuple[str, dict[str, Any], str]] = [

@@ -160,7 +160,9 @@ def renamed(names: dict[str, str]) -> Iterator[None]:
         )
         if error.param is None or renamed_param == error.param:
             raise
-        raise type(error)(str(error).replace(error.param, renamed_param), renamed_param) from error
+        # not inside of an option's name, such as --max-logprobs
+        message = re.sub(rf"(?<![\w-]){re.escape(error.param)}", lambda _: renamed_param, str(error))
+        raise type(error)(message, renamed_param) from error
 
 
 def printable(text: str, limit: int) -> str:
