@@ -7,6 +7,7 @@ from time import gmtime, strftime
 from typing import Any, Literal
 
 from msgspec import defstruct
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -226,6 +227,8 @@ async def models(request: Request, service: Served) -> Response:
 
 async def model(request: Request, service: Served, id: str) -> Response:
     """The model that is served; 404 for any other name."""
+    if not id:  # /v1/models/
+        raise HTTPException(404)
     service.check_model(id)
     id = id if id in service.names else service.model
     return JSON(model_for_anthropic(service, id) if from_anthropic(request) else model_object(service, id))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hmac
+import json
 import logging
 import re
 from collections.abc import Callable
@@ -58,12 +60,23 @@ def test_every_path_needs_the_key(serving: Serving, client: FakeClient) -> None:
         assert send(http, "GET", path).status_code == 200
     for host in ("test/health", "test/health?x=", "test/health#", "/health"):  # what a framework would make a URL of
         assert error(send(http, "POST", COMPLETIONS, json=HELLO, headers={"host": host}), 401)["code"] == "invalid_api_key"
-    for wrong in ({}, bearer(""), bearer("on"), bearer("onee"), bearer("Ünes"), {"authorization": "Basic one"}, {"x-api-key": "tw"}):
+    for wrong in (
+        {},
+        bearer(""),
+        bearer("on"),
+        bearer("onee"),
+        bearer("Ünes"),
+        {"authorization": "Basic one"},
+        {"x-api-key": "tw"},
+        bearer("on") | {"x-api-key": ""},
+    ):
         encoded = {name: value.encode("latin-1") for name, value in wrong.items()}
         response = send(http, "POST", COMPLETIONS, json=HELLO, headers=encoded)
         assert error(response, 401)["type"] == "authentication_error" and response.headers["www-authenticate"] == "Bearer"
     assert not client.submitted
-    for right in (bearer("one"), bearer("two"), {"authorization": "bearer  one"}, {"x-api-key": "two"}):
+    dummies = (bearer(""), bearer("dummy"), {"authorization": "Basic one"})
+    either = [dummy | {"x-api-key": "two"} for dummy in dummies] + [bearer("one") | {"x-api-key": "dummy"}]
+    for right in (bearer("one"), bearer("two"), {"authorization": "bearer  one"}, {"x-api-key": "two"}, *either):
         assert send(http, "POST", COMPLETIONS, json=HELLO, headers=right).status_code == 200
 
 
@@ -199,3 +212,41 @@ def test_a_silent_stream_says_that_it_lives(serving: Serving, client: FakeClient
 
     asyncio.run(leave())
     assert not client.engine.live
+
+
+@pytest.mark.parametrize(("method", "path", "meant"), [
+    ("POST", "/v1/chat/completions/", "/v1/chat/completions"),
+    ("POST", "//v1/completions", "/v1/completions"),
+    ("POST", "/v1//completions", "/v1/completions"),
+    ("POST", "/chat/completions", "/v1/chat/completions"),
+    ("POST", "/v1/v1/messages", "/v1/messages"),
+    ("POST", "/messages/count_tokens", "/v1/messages/count_tokens"),
+    ("GET", "/v1/models/", "/v1/models"),
+    ("GET", "/v1/v1/models/a%20b/c%23d", "/v1/models/a%20b/c%23d"),
+    ("GET", "/v1/health?verbose=true", "/health?verbose=true"),
+])  # fmt: skip
+@pytest.mark.parametrize("root", ["", "/api"])
+def test_a_wrong_base_url_is_led_to_the_path_that_exists(serving: Serving, method: str, path: str, meant: str, root: str) -> None:
+    answer = send(serving(root_path=root), method, f"http://test{path}")
+    assert (answer.status_code, answer.headers["location"]) == (307, root + meant)
+
+
+def test_a_redirected_request_is_answered_and_needs_its_key(serving: Serving) -> None:
+    http = serving(api_key=("one",))
+    http.follow_redirects = True
+    assert send(http, "POST", "/completions/", json=HELLO, headers=bearer("one")).json()["object"] == "text_completion"
+    assert error(send(http, "POST", "/completions/", json=HELLO), 401)["code"] == "invalid_api_key"
+    for nowhere in ("/v1", "/v1/", "/v1/nowhere", "//test/nowhere", "/v2/completions"):
+        assert error(send(http, "GET", f"http://test{nowhere}", headers=bearer("one")), 404)["code"] == "not_found"
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, "/v1/messages"])
+def test_a_compressed_body_is_refused_by_its_encoding(serving: Serving, route: str) -> None:
+    http = serving()
+    packed = {"content-encoding": "gzip", "content-type": "application/json"}
+    answer = send(http, "POST", route, content=gzip.compress(json.dumps(HELLO).encode()), headers=packed)
+    assert answer.status_code == 415 and answer.headers["accept-encoding"] == "identity"
+    found = answer.json()["error"]
+    assert "'gzip'" in found["message"] and found["code"] == "unsupported_encoding"
+    plain = {"content-encoding": "identity"}
+    assert send(http, "POST", COMPLETIONS, json=HELLO, headers=plain).status_code == 200

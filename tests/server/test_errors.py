@@ -54,7 +54,7 @@ def refused(http: httpx.AsyncClient, path: str, request: Any, status: int = 400)
 
 def test_routes_and_methods(http: httpx.AsyncClient) -> None:
     assert "/nowhere" in error(send(http, "GET", "/nowhere"), 404)["message"]
-    error(send(http, "GET", "/health/"), 404)
+    error(send(http, "GET", "/healthy/"), 404)
     error(send(http, "GET", COMPLETIONS), 405)
     assert error(send(http, "GET", "/v1/models/other"), 404)["code"] == "model_not_found"
     assert error(send(http, "GET", "/a%0d%0ab"), 404)["message"].isprintable()

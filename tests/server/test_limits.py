@@ -57,7 +57,9 @@ def test_uvicorn_has_the_attributes_that_are_read() -> None:
     protocol = asyncio.run(made())
     assert protocol.cycle is None and protocol.client is None and protocol.transport is None
     assert protocol.loop is not None
-    assert "response_complete" in inspect.getsource(RequestResponseCycle.__init__)
+    made = inspect.getsource(RequestResponseCycle.__init__)
+    assert all(f"self.{name}" in made for name in ("response_complete", "chunked_encoding", "expected_content_length"))
+    assert "self.send" in inspect.getsource(RequestResponseCycle.run_asgi), "it may be another one"
     assert not own & vars(protocol).keys(), "names of our own"
 
 

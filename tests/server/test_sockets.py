@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import shutil
@@ -60,6 +61,21 @@ def test_one_socket_listens_and_on_loopback_alone(server: Server) -> None:
     (address,) = listening(server.process.pid)
     assert address == f"0100007F:{urlsplit(server.url).port:04X}"
     assert listening(server.engine()) == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0_gets_no_chunks(server: Server, stream: bool) -> None:
+    """Such a client knows the end of an answer by that of the connection."""
+    body = json.dumps({"text": "a", "sampling_params": {"max_new_tokens": 20}, "stream": stream}).encode()
+    with connect(server) as opened:
+        opened.sendall(HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") % len(body) + body)
+        answer = b"".join(iter(lambda: opened.recv(1 << 16), b""))
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert b" 200 " in head and b"transfer-encoding" not in head.lower() and b"connection: close" in head.lower()
+    if stream:
+        assert content.startswith(b"data: {") and content.endswith(b"data: [DONE]\n\n") and b"\r\n" not in content
+    else:
+        assert len(json.loads(content)["output_ids"]) == 20
 
 
 UNFINISHED = [b"", b"\r\n", b"POST /generate HTTP/1.1\r\nHost: x\r\nX-A", HEAD % 100, HEAD % 100 + b'{"text": ']

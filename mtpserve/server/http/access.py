@@ -86,12 +86,12 @@ class Keys:
         path: str = scope["path"]
         if not path.isprintable():  # a route's pattern also matches in front of a final line break
             return Refusal(404, error_body(404, f"{method_of(scope)} {path}: Not Found", code="not_found"))
-        key_digest = digest(credentials(Headers(scope=scope)))
-        is_admin, is_known = fits(key_digest, self.admin_keys), fits(key_digest, self.keys)
+        digests = [digest(key) for key in credentials(Headers(scope=scope))]
+        is_admin, is_known = fits(digests, self.admin_keys), fits(digests, self.keys)
         if path in OPEN or is_admin:
             return None
         if self.keys and not is_known:
-            message = "a key is needed: send Authorization: Bearer KEY"
+            message = "a key is needed: send Authorization: Bearer KEY, or X-Api-Key: KEY"
             return Refusal(
                 401, error_body(401, message, code="invalid_api_key"), {"WWW-Authenticate": "Bearer"}
             )
@@ -130,16 +130,17 @@ class SocketOrigins:
         return origin.partition("://")[2].lower() == headers.get("host", "").lower()
 
 
-def credentials(headers: Headers) -> bytes:
-    """OpenAI's clients send the key as Bearer, Anthropic's as X-Api-Key. Empty: none."""
+def credentials(headers: Headers) -> list[bytes]:
+    """OpenAI's clients send the key as Bearer, Anthropic's as X-Api-Key. Some send both, one of them empty or
+    a dummy: any may be the right one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    sent = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-    return sent.encode("latin-1")
+    bearer = key.strip() if scheme.lower() == "bearer" else ""
+    return [sent.encode("latin-1") for sent in (bearer, headers.get("x-api-key", "")) if sent]
 
 
-def fits(key_digest: bytes, keys: list[bytes]) -> bool:
+def fits(digests: list[bytes], keys: list[bytes]) -> bool:
     """Takes as long for the first key as for the last, and as long for a near miss as for a wild guess."""
-    return sum(hmac.compare_digest(key_digest, key) for key in keys) > 0
+    return sum(hmac.compare_digest(sent, key) for sent in digests for key in keys) > 0
 
 
 class RootPath:
@@ -155,6 +156,7 @@ class RootPath:
             if root and f"{path}/".startswith(f"{root}/"):
                 path = path[len(root) :] or "/"
             scope.update(path=path, root_path="")  # in place: the handler of bugs is outside of this
+            scope.setdefault("state", {})["root"] = root  # for redirects
         await self.app(scope, receive, send)
 
 

@@ -13,12 +13,13 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.exceptions import RequestValidationError
 from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
@@ -47,7 +48,13 @@ CODES = {
     "extra_forbidden": "unknown_parameter",
     "kinds": "invalid_type",
 }
-STATUS_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+STATUS_CODES = {
+    400: "invalid_json",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_encoding",
+}
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 ANTHROPICS = "/v1/messages"
 ANTHROPICS_KINDS = {
@@ -252,6 +259,21 @@ async def no_socket(socket: WebSocket) -> None:
     await Refusal(404, error_body(404, message, code="not_found"))(socket.scope, socket.receive, socket.send)
 
 
+def existing_path(app: FastAPI, scope: Scope) -> str | None:
+    """The route's path that a client with a wrong base URL means: one with slashes too many, or with `/v1`
+    twice, missing, or where the route has none. None: there is no such route."""
+    rest = "/".join(part for part in scope["path"].split("/") if part)
+    while rest.startswith("v1/"):
+        rest = rest.removeprefix("v1/")
+    for path in (f"/v1/{rest}", f"/{rest}") if rest else ():
+        moved = {**scope, "path": path}
+        if path != scope["path"] and any(
+            isinstance(route, Route) and route.matches(moved)[0] is not Match.NONE for route in app.routes
+        ):
+            return path
+    return None
+
+
 def add_error_handlers(app: FastAPI) -> None:
     async def failed(request: Request, error: Exception) -> Response:
         response = error_response(error)
@@ -270,6 +292,9 @@ def add_error_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         status, headers = error.status_code, error.headers
+        if status == 404 and (path := existing_path(app, request.scope)) is not None:
+            query = f"?{request.url.query}" if request.url.query else ""
+            return RedirectResponse(f"{request.state.root}{quote(path)}{query}", 307)
         if status == 405:  # Starlette's own names the methods of one route, and a path may have several
             routes = [
                 route

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from fastapi.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from mtpserve.server.http.errors import STATUS_CODES, Refusal, error_body
@@ -69,6 +69,8 @@ class BoundedHTTP(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            send_unchunked(self.cycle)
 
     def data_received(self, data: bytes) -> None:
         # an idle connection, whose own timer ends with the first byte
@@ -120,6 +122,18 @@ class BoundedHTTP(HttpToolsProtocol):
                 timer.cancel()
 
 
+def send_unchunked(cycle: RequestResponseCycle) -> None:
+    """Makes uvicorn send the answer as HTTP/1.0 knows it: its end is that of the connection, which uvicorn
+    closes after such a request."""
+    send, cycle.chunked_encoding = cycle.send, False
+
+    async def unchunked(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = unchunked  # type: ignore[method-assign]
+
+
 class BoundedSocket(WebSocketsSansIOProtocol):
     """uvicorn's WebSocket, which by itself waits for ever for a client that does not read. It overrides
     uvicorn's internals, too."""
@@ -155,7 +169,8 @@ class BoundedSocket(WebSocketsSansIOProtocol):
 
 
 class BodyLimit:
-    """ASGI middleware: 413 for a body that says, or turns out, to be longer than `limit` bytes."""
+    """ASGI middleware: 413 for a body that says, or turns out, to be longer than `limit` bytes, and 415 for
+    one that is compressed, whose length says nothing."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self.app = app
@@ -166,7 +181,16 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        declared = dict(scope["headers"]).get(b"content-length", b"")
+        headers = dict(scope["headers"])
+        encoding = headers.get(b"content-encoding", b"").strip().lower().decode("latin-1")
+        if encoding not in ("", "identity") and scope["method"] == "POST":
+            message = f"Content-Encoding {encoding[:50]!r} is not supported: send the body as it is"
+            refusal = Refusal(
+                415, error_body(415, message, code=STATUS_CODES[415]), {"accept-encoding": "identity"}
+            )
+            await refusal(scope, receive, send)
+            return
+        declared = headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > self.limit:
             await Refusal(413, error_body(413, self.message, code=STATUS_CODES[413]))(scope, receive, send)
             return
