@@ -74,6 +74,11 @@ class ServerConfig:
     sse_keep_alive_interval: float = option(
         0.0, "seconds without an event after which a stream gets a comment; 0: never"
     )
+    clamp_max_tokens: bool = option(
+        True,
+        "chats, responses: max_tokens above what is left of the context means what is left; off: such "
+        "requests are refused",
+    )
     max_logprobs: int = option(
         MAX_LOGPROBS,
         "alternatives whose log-probabilities a request may ask for with each token; -1: the whole "

@@ -105,6 +105,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("GET", ("/load",), about.load, (about.ServerLoad,)),  # vLLM's
     ("POST", ("/invocations",), invocations, (CompletionObject, ChatObject)),
 )
+# of an answer's headers, those that a browser lets a page read
+EXPOSED_HEADERS = ("request-id", "retry-after", "x-max-tokens-clamped", "x-request-id", "x-should-retry")
 # Routes of models that give vectors; they are not described.
 VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling")
 
@@ -185,7 +187,7 @@ def create_app(
             allow_origins=config.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),  # libraries send names of their own, and more of them with each version
-            expose_headers=("request-id", "retry-after", "x-request-id", "x-should-retry"),
+            expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(RequestLog)
     app.add_middleware(RootPath, root=config.root_path)

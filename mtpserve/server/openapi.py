@@ -43,15 +43,13 @@ def schemas_of(bodies: list[type[BaseModel]]) -> dict[str, Schema]:
 
 def limits(service: Service) -> dict[str, Schema]:
     """What takes the place of each SERVER."""
-    card, config, max_logprobs = (
-        service.client.card,
-        service.engine_config,
-        service.server_config.max_logprobs,
-    )
+    card, config = service.client.card, service.engine_config
+    max_logprobs, clamps = service.server_config.max_logprobs, service.server_config.clamp_max_tokens
     return {
         "alternatives": {} if max_logprobs < 0 else {"maximum": max_logprobs},
         "token": {"maximum": card.vocab - 1},
         "length": {"maximum": card.context_length - 1},
+        "clamped": {} if clamps else {"maximum": card.context_length - 1},
         "text": {"maxLength": MAX_BYTES_PER_TOKEN * card.context_length},
         "model": {"enum": list(service.names)},
         "rank": {"maximum": config.parallel.data_parallel_size - 1},

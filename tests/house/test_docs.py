@@ -49,6 +49,7 @@ def test_every_alert_has_a_row() -> None:
 
 def test_every_option_that_is_mentioned_exists() -> None:
     known = {name for option in all_options() for name in option.spellings} | {"config", "help"}
+    known |= {f"no-{name}" for option in all_options() if option.kind is bool for name in option.spellings}
     commands = [module_of(command) for command in ("inspect", "generate", "prove", "replay", "experts")]
     for module in (*commands, *(place.split(":")[0] for place in BENCHMARKS.values())):
         known |= {name.removeprefix("--") for line in surface.options(module) for name in line.split()}

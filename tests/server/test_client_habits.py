@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from mtpserve.text.tokenizer import Tokenizer
@@ -21,6 +23,14 @@ OF_ROUTE: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "a", "tools": [{"type": "function"} | function for function in MANY]},
     MESSAGES: {"messages": [USER], "max_tokens": 9, "tools": [{"name": function["name"], "input_schema": CITY} for function in MANY]},
 }
+
+
+def sent(server: Server, path: str, **fields: Any) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://test") as http:
+            return await http.post(path, json=fields)
+
+    return asyncio.run(ask())
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +150,57 @@ def test_unknown_fields_of_a_prediction_and_a_format_are_ignored(tokenizer: Toke
     server.choice(prediction={"type": "content", "content": "a", "new": 1}, response_format={"type": "json_schema", "json_schema": schema})
     request = server.client.submitted[0]
     assert request.prediction and request.sampling.grammar is not None and '"city"' in request.sampling.grammar.text
+
+
+ASKED: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": [USER]}, "max_tokens"),
+    (CHAT, {"messages": [USER]}, "max_completion_tokens"),
+    (CHAT, {"messages": [USER], "max_completion_tokens": 7}, "max_tokens"),  # which does not count then
+    (RESPONSES, {"input": "hello"}, "max_output_tokens"),
+    (MESSAGES, {"messages": [USER]}, "max_tokens"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("route", "body", "field"), ASKED)
+def test_a_limit_above_the_context_is_clamped(tokenizer: Tokenizer, route: str, body: dict[str, Any], field: str, stream: bool) -> None:
+    server = Server(tokenizer, "a")
+    context = server.client.card.context_length
+    for asked in (context - 1, context, 10**6):
+        answer = post(server, route, **body, **{field: asked}, stream=stream)
+        request = server.client.submitted[-1]
+        if "max_completion_tokens" in body:
+            assert request.sampling.max_tokens == 7 and "x-max-tokens-clamped" not in answer.headers
+            continue
+        room = context - len(request.prompt)
+        assert request.sampling.max_tokens == room and answer.headers["x-max-tokens-clamped"] == f"{asked}->{room}"
+    assert "x-max-tokens-clamped" not in post(server, route, **body | {field: 9}, stream=stream).headers
+
+
+@pytest.mark.parametrize(("route", "body", "field"), ASKED)
+def test_an_option_refuses_such_a_limit(tokenizer: Tokenizer, route: str, body: dict[str, Any], field: str) -> None:
+    server = Server(tokenizer, "a")
+    service: Any = server.app.state.service
+    service.server_config = replace(service.server_config, clamp_max_tokens=False)
+    for asked in (server.client.card.context_length, server.client.card.context_length - 1):
+        answer = sent(server, route, **body, **{field: asked})
+        if route == MESSAGES or ("max_completion_tokens" in body and asked < server.client.card.context_length):
+            assert answer.status_code == 200
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert answer.json()["error"]["param"] in (field, "max_tokens")
+
+
+def test_what_a_truncated_prompt_leaves_is_what_was_asked_for(tokenizer: Tokenizer) -> None:
+    server = Server(tokenizer, "a")
+    context = server.client.card.context_length
+    answer = server.post(truncate_prompt_tokens=-1, max_tokens=context - 3)
+    request = server.client.submitted[0]
+    assert answer.status_code == 200 and (len(request.prompt), request.sampling.max_tokens) == (3, context - 3)
+    assert server.post(truncate_prompt_tokens=-1, max_tokens=context).json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_completions_refuse_a_limit_above_the_context(tokenizer: Tokenizer) -> None:
+    server = Server(tokenizer, "a")
+    answer = sent(server, "/v1/completions", prompt="a", max_tokens=server.client.card.context_length)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from mtpserve.config import ModelConfig
+from mtpserve.config import ModelConfig, ServerConfig
 from mtpserve.server.app import create_app
 from mtpserve.server.chat.bodies import CompletionRequest, GenerationRequest
 from mtpserve.server.chat.conversation import MAX_MESSAGES, ChatMessage
@@ -187,7 +187,8 @@ def test_prompts_and_choices_are_bounded_together(http: httpx.AsyncClient, app: 
     assert "1024" in refused(http, COMPLETIONS, {"prompt": ["a"] * 9, "n": 128})["message"] and not client.submitted
 
 
-def test_a_limit_is_named_as_the_client_did(http: httpx.AsyncClient) -> None:
+def test_a_limit_is_named_as_the_client_did(http: httpx.AsyncClient, app: FastAPI) -> None:
+    app.state.service.server_config = ServerConfig(clamp_max_tokens=False)
     for name in ("max_tokens", "max_completion_tokens"):
         for value in (0, CONTEXT, 10**30):
             assert refused(http, CHAT, {"messages": USER, name: value})["param"] == name
@@ -374,7 +375,7 @@ class Untouchable:
     ],
 )  # fmt: skip
 def test_bounds_hold_before_anything_is_tokenized(http: httpx.AsyncClient, app: FastAPI, field: str, value: Any) -> None:
-    app.state.service.tokenizer = Untouchable()
+    app.state.service.tokenizer, app.state.service.server_config = Untouchable(), ServerConfig(clamp_max_tokens=False)
     bodies = {COMPLETIONS: {"prompt": "a", "max_tokens": 8}, CHAT: {"messages": USER, "max_tokens": 8}}
     routes = {"prompt": [COMPLETIONS], "messages": [CHAT], "top_logprobs": [CHAT]}.get(field, [COMPLETIONS, CHAT])
     for route in routes:

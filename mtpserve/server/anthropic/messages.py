@@ -211,10 +211,11 @@ async def messages(request: Request, service: Served, body: MessagesRequest) -> 
             await create_generation(service, body.chat(offer), id, arrival, at_most=body.max_tokens),
             body.max_tokens,
         )
+    headers = answer.generation.headers
     if body.stream:
-        return NamedEventStream(answer.events(), service.server_config.sse_keep_alive_interval)
+        return NamedEventStream(answer.events(), service.server_config.sse_keep_alive_interval, headers)
     await unless_gone(request.receive, answer.generation.run())
-    return JSON(answer.object())
+    return JSON(answer.object(), headers=headers)
 
 
 async def count_tokens(service: Served, body: CountRequest) -> Response:

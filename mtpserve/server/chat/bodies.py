@@ -30,7 +30,15 @@ from mtpserve.server.schema.base import (
 )
 from mtpserve.server.schema.fields import biases, custom, either, predicted, texts
 from mtpserve.server.schema.kv_transfer import TransferFields
-from mtpserve.server.schema.shapes import NULL, PROMPT, SAMPLING, Schema, needs, not_both
+from mtpserve.server.schema.shapes import (
+    CLAMPED_TOKENS,
+    NULL,
+    PROMPT,
+    SAMPLING,
+    Schema,
+    needs,
+    not_both,
+)
 
 CHOICES: Schema = {"minimum": 1, "maximum": MAX_CHOICES}
 TEXTS: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS}
@@ -345,7 +353,8 @@ class ChatRequest(GenerationRequest):
     column = "chat"
     shapes: ClassVar[dict[str, Schema]] = {
         "messages": {"minItems": 1},
-        "max_completion_tokens": SAMPLING["max_tokens"],
+        "max_tokens": CLAMPED_TOKENS,
+        "max_completion_tokens": CLAMPED_TOKENS,
         "top_logprobs": SAMPLING["logprobs"],
         "tools": forms.TOOLS,
         "tool_choice": forms.TOOL_CHOICE,

@@ -185,13 +185,23 @@ class Choice:
 
 @dataclass(slots=True)
 class Generation:
-    """The choices of one answer, generated together. `arrival` is perf_counter's."""
+    """The choices of one answer, generated together. `arrival` is perf_counter's. `asked_tokens` is the
+    client's limit of a choice, `max_tokens` the one that fits."""
 
     service: Service
     choices: list[Choice]
     arrival: float
     timeout: float | None
     streaming: bool
+    asked_tokens: int | None = None
+    max_tokens: int | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the answer's headers say of it: a limit that was lowered, as `asked->given`."""
+        if self.asked_tokens == self.max_tokens:
+            return {}
+        return {"x-max-tokens-clamped": f"{self.asked_tokens}->{self.max_tokens}"}
 
     def stream(self) -> AsyncGenerator[list[StepOutput], None]:
         """The steps of all choices as they come, for `add`. Closing it early ends the requests."""
@@ -251,9 +261,10 @@ async def create_generation(
     """
     service.admit(body.model)
     body.check()
-    sampling = body.sampling(service.tokenizer.defaults, body.wanted_tokens)
+    wanted_tokens, clamps = body.wanted_tokens, service.clamps(body.truncate_prompt_tokens)
+    sampling = body.sampling(service.tokenizer.defaults, wanted_tokens)
     with renamed({"logprobs": "top_logprobs"}):
-        service.check_sampling(sampling)
+        service.check_sampling(sampling, clamps)
     use = tool_use_of(service, body)
     chat = await render_prompt(service, body, use)
     message_prefix = body.messages[-1].text() if body.continue_final_message else None
@@ -267,13 +278,13 @@ async def create_generation(
     sampling = apply_output_plan(plan, sampling, service.tokenizer)
     spelling = await service.spelling(sampling)
     prompt = service.truncate(
-        await service.encode_chat(chat), body.truncate_prompt_tokens, body.wanted_tokens, body.keeps_first
+        await service.encode_chat(chat), body.truncate_prompt_tokens, wanted_tokens, body.keeps_first
     )
-    service.check_length(prompt, body.wanted_tokens, "messages")
-    if at_most is not None:
-        sampling = replace(
-            sampling, max_tokens=min(at_most, service.client.card.context_length - len(prompt))
-        )
+    service.check_length(prompt, None if clamps else wanted_tokens, "messages")
+    asked_tokens = wanted_tokens if at_most is None else at_most
+    if asked_tokens is not None:
+        room = service.client.card.context_length - len(prompt)
+        sampling = replace(sampling, max_tokens=min(asked_tokens, room))
     requests = requests_of(service, spelling, id, prompt, sampling, body.choices, salt=body.salt)
     handover = service.handover(body)
     readers = [OutputReader(plan, service.tokenizer, body.shows_reasoning) for _ in requests]
@@ -281,7 +292,9 @@ async def create_generation(
         Choice(service, handover.of(request, 0), reader)
         for request, reader in zip(requests, readers, strict=True)
     ]
-    return Generation(service, choices, arrival, body.timeout, bool(body.stream))
+    return Generation(
+        service, choices, arrival, body.timeout, bool(body.stream), asked_tokens, sampling.max_tokens
+    )
 
 
 async def merge(

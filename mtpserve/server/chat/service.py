@@ -162,13 +162,18 @@ class Service:
                     f"{field}: token {str(id)[:50]} is not in the vocabulary of {vocab}", field
                 )
 
-    def check_sampling(self, sampling: SamplingParams) -> None:
+    def clamps(self, truncated: int | None) -> bool:
+        """True if `max_tokens` is lowered to what is left of the context. A prompt that is `truncated` to
+        what fits (-1) leaves as much as the client asks for."""
+        return self.server_config.clamp_max_tokens and truncated != -1
+
+    def check_sampling(self, sampling: SamplingParams, clamps: bool = False) -> None:
         """Before anything is tokenized: what cannot fit, and token ids that are not the model's. The engine
-        checks them too, but a stream would have begun by then."""
+        checks them too, but a stream would have begun by then. `clamps`: any `max_tokens` will fit."""
         sampling.check_policy(self.engine_config.scheduler.scheduling_policy)
         sampling.check_logprobs(self.server_config.max_logprobs)
         context = self.client.card.context_length
-        if (sampling.max_tokens or 0) >= context:
+        if (sampling.max_tokens or 0) >= context and not clamps:
             max_tokens = str(sampling.max_tokens)[:50]
             raise ContextLengthExceeded(
                 f"max_tokens must be below the context of {context}{self.why_less}, got {max_tokens}",

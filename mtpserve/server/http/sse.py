@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -100,10 +100,15 @@ class EventStream(Response):
     def failed(self, error: MTPServeError) -> Rendered:
         return describe(error)[1]
 
-    def __init__(self, objects: AsyncGenerator[Sequence[Any], None], keep_alive: float = 0) -> None:
+    def __init__(
+        self,
+        objects: AsyncGenerator[Sequence[Any], None],
+        keep_alive: float = 0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         """`keep_alive`: seconds of silence after which a comment is sent; the response then starts with it.
-        0: never."""
-        super().__init__(headers=HEADERS)
+        0: never. `headers`: beside those of every stream."""
+        super().__init__(headers={**HEADERS, **(headers or {})})
         self._keep_alive = keep_alive
         del self.headers["content-length"]
         self._objects = objects

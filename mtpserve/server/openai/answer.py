@@ -287,6 +287,7 @@ class Answer:
         return self.usage.object() if self._usage_in_every_chunk else self._no_usage
 
     async def respond(self, request: Request) -> Response:
+        headers, config = self.generation.headers, self.generation.service.server_config
         if self.body.stream:
-            return EventStream(self.chunks(), self.generation.service.server_config.sse_keep_alive_interval)
-        return JSON(await unless_gone(request.receive, self.object()))
+            return EventStream(self.chunks(), config.sse_keep_alive_interval, headers)
+        return JSON(await unless_gone(request.receive, self.object()), headers=headers)

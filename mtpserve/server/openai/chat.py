@@ -90,7 +90,8 @@ async def chat(request: Request, service: Served, body: ChatRequest) -> Response
     id = id_of(body, ChatWriter)
     # then `max_tokens` does not count, and must be one all the same
     if body.max_completion_tokens is not None:
-        service.check_sampling(SamplingParams(max_tokens=body.max_tokens))
+        clamps = service.clamps(body.truncate_prompt_tokens)
+        service.check_sampling(SamplingParams(max_tokens=body.max_tokens), clamps)
     with renamed({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
         generation = await create_generation(service, body, id, arrival)
     return await Answer(id, body, generation, ChatWriter).respond(request)

@@ -74,6 +74,8 @@ SAMPLING: dict[str, Schema] = {name: bounds(range) for name, range in RANGES.ite
     },
     "model": {SERVER: "model"},
 }
+# of chats and responses, where a server may lower it to what is left of the context
+CLAMPED_TOKENS: Schema = bounds(RANGES["max_tokens"]) | {SERVER: "clamped"}
 
 
 # -- how fields depend on each other: a field that is null is one that is not given --------------------------

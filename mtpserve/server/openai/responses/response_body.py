@@ -23,7 +23,7 @@ from mtpserve.server.chat.tools import checked_name
 from mtpserve.server.http.errors import SHORT, Unsupported
 from mtpserve.server.schema.base import Effort, Label, Metadata, Strict, Timeout, say_once
 from mtpserve.server.schema.fields import either
-from mtpserve.server.schema.shapes import SAMPLING, TEXT, Schema, needs
+from mtpserve.server.schema.shapes import CLAMPED_TOKENS, TEXT, Schema, needs
 from mtpserve.text.requests import check_text
 
 # A chat request's fields as this API names them.
@@ -214,7 +214,7 @@ class InputTokensRequest(Strict):
 class ResponsesRequest(InputTokensRequest, SamplingFields):
     shapes: ClassVar[dict[str, Schema]] = {
         "input": {"minLength": 1, "minItems": 1},
-        "max_output_tokens": SAMPLING["max_tokens"],
+        "max_output_tokens": CLAMPED_TOKENS,
         "include": {"items": {"enum": sorted(NOTHING_TO_INCLUDE)}},
         "structured_outputs": forms.STRUCTURED_OUTPUTS,
     }

@@ -38,8 +38,9 @@ async def create(request: Request, service: Served, body: ResponsesRequest) -> R
     stores = [store_of(request)]
     before, id = before_of(body, stores), f"resp_{uuid.uuid4().hex}"
     answer = await create_response(service, body, id, before, [] if body.store is False else stores, arrival)
+    headers = answer.generation.headers
     if body.stream:
-        return NamedEventStream(events(answer), service.server_config.sse_keep_alive_interval)
+        return NamedEventStream(events(answer), service.server_config.sse_keep_alive_interval, headers)
     try:
         with renamed(RENAMED):
             await unless_gone(request.receive, answer.generation.run())
@@ -49,7 +50,7 @@ async def create(request: Request, service: Served, body: ResponsesRequest) -> R
     finally:
         if answer.status == "in_progress":
             answer.finished()
-    return JSON(answer.object())
+    return JSON(answer.object(), headers=headers)
 
 
 async def retrieve(request: Request, id: str) -> Response:
