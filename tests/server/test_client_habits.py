@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace as replace_in
 
+from mtpserve.core.request import Proposal, Request, TokenEvent
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
-from tests.server.speaking import checkpoint
+from tests.server.speaking import SpeakingClient, checkpoint
 from tests.server.test_messages import named
 from tests.server.test_tool_blocks import RESPONSES, post
 from tests.server.test_tools import CALL, CHAT, CITY, NOW, USER, WEATHER, Server, streamed
@@ -204,3 +207,20 @@ def test_completions_refuse_a_limit_above_the_context(tokenizer: Tokenizer) -> N
     server = Server(tokenizer, "a")
     answer = sent(server, "/v1/completions", prompt="a", max_tokens=server.client.card.context_length)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_steps_without_drafts_are_no_verifications(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where n-grams find nothing, or where a depth of 0 is chosen: one of nine steps verifies three drafts and accepts one."""
+    server, submit = Server(tokenizer, "a text of 18 bytes"), SpeakingClient.submit
+
+    async def drafting(client: SpeakingClient, request: Request) -> AsyncIterator[list[TokenEvent]]:
+        first = True
+        async for (event,) in submit(client, request):
+            proposal = Proposal([event.tokens[0], 5, 6], [0, 1, 2], ["ngram"] * 3, [1]) if first else Proposal()
+            yield [replace_in(event, proposal=proposal, num_accepted_tokens=int(first))]
+            first = False
+
+    monkeypatch.setattr(SpeakingClient, "submit", drafting)
+    meta = post(server, "/generate", text="a", sampling_params={"max_new_tokens": 30}).json()["meta_info"]
+    assert (meta["completion_tokens"], meta["spec_verify_ct"], meta["spec_num_correct_drafts"]) == (18, 1, 1)
+    assert meta["spec_accept_length"] == 2.0, "never more than the drafts and one token"

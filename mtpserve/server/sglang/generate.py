@@ -113,11 +113,12 @@ class NativeChoice:
         return FinishReason(finish.value)
 
     def _add_speculation(self, meta: MetaInfo) -> None:
-        """Adds the figures of verifications that had drafts; nothing if none had."""
+        """Adds the figures of verifications that had drafts; nothing if none had. Tokens of steps without
+        drafts count in none of them."""
         if not self.correct:
             return
         meta.spec_verify_ct = len(self.correct)
-        meta.spec_accept_length = len(self.choice.tokens) / len(self.correct)
+        meta.spec_accept_length = (len(self.correct) + sum(self.correct)) / len(self.correct)
         meta.spec_accept_rate = sum(self.correct) / self.proposed
         meta.spec_num_correct_drafts = sum(self.correct)
         meta.spec_num_proposed_drafts = self.proposed
