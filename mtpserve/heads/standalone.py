@@ -24,7 +24,7 @@ from mtpserve.core.protocols.attention import Context
 from mtpserve.heads.head import Head, Separate, opened
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
-from mtpserve.models.family import Family, dropped
+from mtpserve.models.family import Family, without_mtp
 from mtpserve.models.registry import family_of
 from mtpserve.weights.checkpoint.hf import read_config
 from mtpserve.weights.checkpoint.layouts import mtp_layers
@@ -103,9 +103,7 @@ class Standalone(Separate):
                 f"{values.path}: a {arch.family} model cannot draft for another one: {why}"
             )
         mtp = mtp_layers(checkpoint.tensors, arch.num_layers)
-        rules = family.trunk_rules(arch) + [
-            dropped(prefix, "an MTP layer that is not used") for prefix in (mtp.prefixes if mtp else ())
-        ]
+        rules = family.trunk_rules(arch) + without_mtp(mtp)
         rules = [
             rule if rule.target is None else replace(rule, target=f"model.{rule.target}") for rule in rules
         ]

@@ -17,6 +17,7 @@ from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
 from mtpserve.weights.checkpoint.hf_config import HFConfig
+from mtpserve.weights.checkpoint.layouts import MTPLayout
 from mtpserve.weights.rules import Copy, Drop, Expert, How, Rule, Stack
 
 Names = list[tuple[str, str, How]]  # the checkpoint's name inside a layer as a pattern, the parameter's, how
@@ -114,6 +115,12 @@ def experts(arch: MoEArch, correction: bool = True) -> Names:
     if arch.router_bias is None or not correction:
         return names
     return [*names, (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy())]
+
+
+def without_mtp(layout: MTPLayout | None, used: int = 0) -> list[Rule]:
+    """Drops all MTP layers' tensors but those of the first `used` ones."""
+    patterns = () if layout is None else layout.unused(used)
+    return [Rule(pattern, None, Drop("an MTP layer that is not used")) for pattern in patterns]
 
 
 def dropped(prefix: str, reason: str) -> Rule:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,31 @@ def test_blocks_of_one_layer_that_are_numbered_like_layers() -> None:
     found = mtp_layers([*TRUNK, *blocks], 2)
     assert found is not None and (found.kind, found.prefixes) == ("nemotron", ("mtp.",))
     two = mtp_layers([*TRUNK, *blocks, "mtp.layers.2.eh_proj.weight"], 2)
-    assert two is not None and two.count == 2
+    assert two is not None and two.count == 2 and two.prefixes == ("mtp.",)
     other = mtp_layers([*TRUNK, *names("mtp.layers.0.", LAYER), "mtp.fc.weight"], 2)
     assert other is not None and (other.kind, other.prefixes) == ("qwen", ("mtp.",))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shared"),
+    [
+        ("model.layers.{}.eh_proj.weight", []),
+        ("model.mtp_layers.{}.input_proj.weight", []),
+        ("model.mtp_block.{}.mlp.up_proj.weight", ["model.mtp_linear_proj.2.weight"]),
+        ("mtp.layers.{}.mlp.up_proj.weight", ["mtp.fc.weight", "mtp.norm.weight"]),
+        ("mtp.layers.{}.eh_proj.weight", ["mtp.layers.3.mixer.gate.weight"]),
+        ("mtp.{}.attn.wkv.weight", []),
+    ],
+)
+def test_each_tensor_of_an_unused_layer_is_dropped_once(layer: str, shared: list[str]) -> None:
+    first, second = layer.format(2), layer.format(10)
+    found = mtp_layers([*TRUNK, first, second, *shared], 2)
+    assert found is not None and found.count == 2
+
+    def dropped(used: int) -> list[str]:
+        return [name for name in [*TRUNK, first, second, *shared] for pattern in found.unused(used) if re.fullmatch(pattern, name)]
+
+    assert dropped(0) == [first, second, *shared] and dropped(1) == [second] and dropped(2) == []
 
 
 def test_a_trunk_with_more_layers_than_its_config_is_not_mtp() -> None:

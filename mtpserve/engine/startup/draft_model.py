@@ -11,7 +11,7 @@ from typing import cast
 from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
 from mtpserve.config.drafters import DRAFTERS
 from mtpserve.core.arch.model import ModelArch
-from mtpserve.core.errors import ConfigError, UnsupportedModel
+from mtpserve.core.errors import ConfigError
 from mtpserve.core.gguf import SUFFIX
 from mtpserve.heads.head import Head, HeadSource
 from mtpserve.models.family import Family
@@ -30,13 +30,10 @@ def drafts_itself(spec: SpecConfig) -> bool:
 
 def mtp_count(config: EngineConfig, family: Family, layout: MTPLayout | None) -> int:
     """Returns the number of MTP layers to load: where each depth has one, those of the drafted depths.
-    `layout` None: they are published apart. Raises UnsupportedModel and ConfigError."""
+    `layout` None: they are published apart. Of other families' layers the first one drafts at every depth.
+    Raises ConfigError."""
     there, steps = 1 if layout is None else layout.count, config.spec.steps
     if not family.modules:
-        if layout is not None and there > 1:
-            raise UnsupportedModel(
-                f"{config.model.directory}: {there} MTP layers ({', '.join(layout.prefixes)}); supported: 1"
-            )
         return 1
     if steps > there and config.spec.depth_told:
         have = f"{config.model.directory} has {there} MTP layers, one for each depth"

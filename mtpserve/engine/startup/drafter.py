@@ -103,6 +103,9 @@ def with_reason(engine_plan: Plan, why: str) -> Plan:
     """The plan with a line that names the drafter and the reason for it."""
     spec = engine_plan.config.spec
     what = f"{'+'.join(spec.parts)}, {spec.steps} deep" if spec.parts else "none, plain decoding"
+    mtp, layout = engine_plan.described.arch.mtp, engine_plan.described.layout
+    if mtp is not None and layout is not None and layout.count > 1 and not mtp.each_depth:
+        why += f"; of its {layout.count} MTP layers the first one drafts at every depth"
     return replace(engine_plan, drafting=f"{what}: {why}")
 
 

@@ -25,7 +25,7 @@ from mtpserve.heads.kinds import require_kind
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.layers.linear import Linear
-from mtpserve.models.family import Family, dropped
+from mtpserve.models.family import Family, dropped, without_mtp
 from mtpserve.models.registry import family_of
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.memory import Fixed, MemoryPlan, Sizes, plan_memory
@@ -347,14 +347,12 @@ def sources(described: Described) -> list[WeightSource]:
     """The model's own checkpoint first."""
     arch, family = described.arch, described.family
     rules, also = family.trunk_rules(arch), []
-    mtp_prefixes = described.layout.prefixes if described.layout else ()
-    if arch.mtp is not None and described.nextn is None:
-        assert family.mtp_rules is not None
-        rules += [
-            rule for prefix in mtp_prefixes[: arch.mtp.layers] for rule in family.mtp_rules(arch, prefix)
-        ]
-        mtp_prefixes = mtp_prefixes[arch.mtp.layers :]
-    rules += [dropped(prefix, "an MTP layer that is not used") for prefix in mtp_prefixes]
+    used = arch.mtp.layers if arch.mtp is not None and described.nextn is None else 0
+    if used:
+        assert family.mtp_rules is not None and described.layout is not None
+        prefixes = described.layout.prefixes[:used]
+        rules += [rule for prefix in prefixes for rule in family.mtp_rules(arch, prefix)]
+    rules += without_mtp(described.layout, used)
     if described.nextn is not None and described.nextn_prefix is not None:
         also = [
             WeightSource(described.nextn, nextn_rules(described, described.nextn, described.nextn_prefix))

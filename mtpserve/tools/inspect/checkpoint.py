@@ -19,7 +19,6 @@ from mtpserve.engine.startup.planning import DRAFT, Described, describe, empty_m
 from mtpserve.engine.startup.storage import Storage
 from mtpserve.heads.kinds import HEADS, algorithm_of
 from mtpserve.spec.draft.token_map import TokenMap, count_tokens, make_token_map
-from mtpserve.weights.formats import groups as groups_of
 from mtpserve.weights.plan import plan as placements
 
 
@@ -132,16 +131,15 @@ Counted = tuple[str, str, int, int, int]  # group, dtype or format, tensors, par
 
 
 def in_files(described: Described, dtype: torch.dtype) -> Iterator[Counted]:
-    """A quantised matrix counts as such, with all of its tensors. Raises LoadError where quantised ones do
-    not fit into the model."""
+    """A quantised matrix counts as such, with all of its tensors. Raises LoadError where tensors do not fit
+    into the model, as loading does."""
     checkpoints = described.checkpoints
     quantised = {}
-    if any(len(group.tensors) > 1 for checkpoint in checkpoints for group in groups_of(checkpoint.tensors)):
-        model = empty_model(described, dtype, 1, Storage(False, dtype))
-        places = dict(model.named_parameters())
-        for one in placements(model, sources(described)):
-            if one.format is not None:
-                quantised[one.checkpoint.directory, one.name] = one, one.region.of(places[one.target]).numel()
+    model = empty_model(described, dtype, 1, Storage(False, dtype))
+    places = dict(model.named_parameters())
+    for one in placements(model, sources(described)):
+        if one.format is not None:
+            quantised[one.checkpoint.directory, one.name] = one, one.region.of(places[one.target]).numel()
     parts = {
         (one.checkpoint.directory, name)
         for one, _ in quantised.values()

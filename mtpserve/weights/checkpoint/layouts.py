@@ -21,23 +21,27 @@ from mtpserve.weights.checkpoint.hf_config import HFConfig
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 FUSING = r"(?:eh_proj|enorm|hnorm|shared_head\.norm)\.weight"
 NUMBERED = re.compile(r"model\.layers\.(\d+)\." + FUSING)
-# A layer's tensors, with its number, and the prefix of all that belongs to it.
+# Tensors that each layer has, with its number; all tensors with a number; the prefix of all that belongs to it,
+# without a number where several layers share tensors.
 LAYOUTS = {
-    "mimo": (r"model\.mtp_layers\.(\d+)\..+", "model.mtp_layers.{}."),
-    "mimo_v2": (r"model\.mtp\.layers\.(\d+)\..+", "model.mtp.layers.{}."),
-    "ernie": (r"model\.mtp_block\.(\d+)\..+", "model.mtp_"),
-    "nemotron": (r"mtp\.layers\.(\d+)\.eh_proj\.weight", "mtp."),
-    "deepseek_v4": (r"mtp\.(\d+)\..+", "mtp.{}."),
-    "qwen": (r"mtp\.layers\.(\d+)\..+", "mtp."),
+    "mimo": (r"model\.mtp_layers\.(\d+)\..+", r"model\.mtp_layers\.(\d+)\..+", "model.mtp_layers.{}."),
+    "mimo_v2": (r"model\.mtp\.layers\.(\d+)\..+", r"model\.mtp\.layers\.(\d+)\..+", "model.mtp.layers.{}."),
+    "ernie": (r"model\.mtp_block\.(\d+)\..+", r"model\.mtp_\w+\.(\d+)\..+", "model.mtp_"),
+    "nemotron": (r"mtp\.layers\.(\d+)\.eh_proj\.weight", r"mtp\.layers\.(\d+)\..+", "mtp."),
+    "deepseek_v4": (r"mtp\.(\d+)\..+", r"mtp\.(\d+)\..+", "mtp.{}."),
+    "qwen": (r"mtp\.layers\.(\d+)\..+", r"mtp\.layers\.(\d+)\..+", "mtp."),
+    "deepseek": (NUMBERED.pattern, r"model\.layers\.(\d+)\..+", "model.layers.{}."),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class MTPLayout:
-    """`prefixes`: one per MTP layer, in order, each with its final dot."""
+    """`prefixes`: one per MTP layer, in order, or one for all; each with its final dot. `numbers`: of the
+    layers, in order."""
 
-    kind: str  # deepseek, dummy, or of LAYOUTS
+    kind: str  # dummy, or of LAYOUTS
     prefixes: tuple[str, ...]
+    numbers: tuple[int, ...]
 
     @property
     def prefix(self) -> str:
@@ -45,18 +49,28 @@ class MTPLayout:
 
     @property
     def count(self) -> int:
-        return len(self.prefixes)
+        return len(self.numbers)
+
+    def unused(self, used: int) -> tuple[str, ...]:
+        """Patterns of the tensors that belong to none of the first `used` layers; each name matches at most
+        one of them."""
+        if not used:
+            return tuple(re.escape(prefix) + ".+" for prefix in self.prefixes)
+        if used >= self.count or self.kind not in LAYOUTS:
+            return ()
+        before = "|".join(str(number) for number in range(self.numbers[used]))
+        return (LAYOUTS[self.kind][1].replace(r"(\d+)", rf"(?!(?:{before})\.)\d+"),)
 
 
 def mtp_layers(names: Iterable[str], num_layers: int) -> MTPLayout | None:
     """The layers whose tensors exist, whatever the config says. None if there are none: see `why_no_mtp` for
     the error."""
     names = list(names)
-    for kind, (pattern, prefix) in LAYOUTS.items():
-        if numbers := numbers_in(re.compile(pattern), names):
-            return MTPLayout(kind, tuple(prefix.format(i) for i in numbers))
-    after_trunk = [i for i in numbers_in(NUMBERED, names) if i >= num_layers]
-    return MTPLayout("deepseek", tuple(f"model.layers.{i}." for i in after_trunk)) if after_trunk else None
+    for kind, (pattern, _, prefix) in LAYOUTS.items():
+        first = num_layers if kind == "deepseek" else 0
+        if numbers := [i for i in numbers_in(re.compile(pattern), names) if i >= first]:
+            return MTPLayout(kind, tuple(dict.fromkeys(prefix.format(i) for i in numbers)), tuple(numbers))
+    return None
 
 
 def numbers_in(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
@@ -78,7 +92,7 @@ def dummy_layers(config: HFConfig, published: int) -> MTPLayout | None:
     `published`: if it has none."""
     configured = configured_layers(config)
     count = published if configured is None else configured[1]
-    return MTPLayout("dummy", ("mtp_head.",) * count) if count > 0 else None
+    return MTPLayout("dummy", ("mtp_head.",), tuple(range(count))) if count > 0 else None
 
 
 def why_no_mtp(config: HFConfig, num_layers: int) -> str:
