@@ -24,7 +24,7 @@ from mtpserve.core.protocols.attention import Context
 from mtpserve.heads.head import Head, Separate, opened
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
-from mtpserve.models.family import Family, without_mtp
+from mtpserve.models.family import Family, as_stored, without_mtp
 from mtpserve.models.registry import family_of
 from mtpserve.weights.checkpoint.hf import read_config
 from mtpserve.weights.checkpoint.layouts import mtp_layers
@@ -80,7 +80,7 @@ class Standalone(Separate):
     def open(self, directory: Path, config: EngineConfig, trunk: ModelArch) -> Head:
         values = read_config(directory)
         family, checkpoint = family_of(values), opened(directory, config)
-        arch = family.arch(values, 0)
+        arch = as_stored(family, family.arch(values, 0), checkpoint)
         longest = config.model.context_length or trunk.max_positions
         if arch.max_positions < longest:
             log.warning(

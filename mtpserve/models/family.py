@@ -3,6 +3,7 @@ share."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -16,10 +17,13 @@ from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.checkpoint.layouts import MTPLayout
+from mtpserve.weights.formats import groups
 from mtpserve.weights.rules import Copy, Drop, Expert, How, Rule, Stack
 
+log = logging.getLogger(__name__)
 Names = list[tuple[str, str, How]]  # the checkpoint's name inside a layer as a pattern, the parameter's, how
 
 
@@ -91,6 +95,34 @@ def ends(arch: ModelArch) -> list[Rule]:
         Rule(r"model\.norm\.weight", "norm.weight", Copy()),
         head,
     ]
+
+
+def as_stored(family: Family, arch: ModelArch, checkpoint: Checkpoint) -> ModelArch:
+    """Returns `arch` with a head of its own if the config ties it to the embedding and the checkpoint has
+    both, with other numbers, as in transformers."""
+    if not arch.tied_head:
+        return arch
+    own = replace(arch, tied_head=False)
+    rules = [rule for rule in family.trunk_rules(own) if rule.target in ("embed.weight", "head.weight")]
+    parts = {
+        rule.target: group
+        for group in groups(checkpoint.tensors)
+        for rule in rules
+        if re.fullmatch(rule.pattern, group.name)
+    }
+    if len(parts) < 2:
+        return arch
+    embed, head = parts["embed.weight"], parts["head.weight"]
+    is_plain = len(embed.tensors) == len(head.tensors) == 1
+    if is_plain and checkpoint.equal(embed.main, head.main):
+        return arch
+    log.warning(
+        "%s: tie_word_embeddings is true, but %s and %s differ: the model has both",
+        checkpoint.directory,
+        head.main,
+        embed.main,
+    )
+    return own
 
 
 def gated(name: str, target: str) -> Names:

@@ -91,6 +91,13 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{file}: {name} cannot be read: {error}") from error
 
+    def equal(self, name: str, other: str) -> bool:
+        """True if two tensors have the same shape and numbers. Reads them, as far as they are the same."""
+        if self.tensors[name].shape != self.tensors[other].shape:
+            return False
+        rows = zip(self.tensor(name).split(4096), self.tensor(other).split(4096), strict=True)
+        return all(bool((a == b).all()) for a, b in rows)
+
     def _opened(self, file: Path) -> Any:
         if file.suffix == SUFFIX:
             from mtpserve.weights.checkpoint.gguf import GGUFFile

@@ -21,8 +21,8 @@ from mtpserve.weights.checkpoint.hf_config import HFConfig
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 FUSING = r"(?:eh_proj|enorm|hnorm|shared_head\.norm)\.weight"
 NUMBERED = re.compile(r"model\.layers\.(\d+)\." + FUSING)
-# Tensors that each layer has, with its number; all tensors with a number; the prefix of all that belongs to it,
-# without a number where several layers share tensors.
+# Tensors that each layer has, with its number; all tensors with a number; the prefix of all that belongs to
+# it, without a number where several layers share tensors.
 LAYOUTS = {
     "mimo": (r"model\.mtp_layers\.(\d+)\..+", r"model\.mtp_layers\.(\d+)\..+", "model.mtp_layers.{}."),
     "mimo_v2": (r"model\.mtp\.layers\.(\d+)\..+", r"model\.mtp\.layers\.(\d+)\..+", "model.mtp.layers.{}."),
