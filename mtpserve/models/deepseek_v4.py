@@ -37,6 +37,7 @@ SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "he
 RATES = {SPARSE: 4, HEAVY: 128}  # tokens of an entry
 RATIOS = {0: SLIDING, 4: SPARSE, 128: HEAVY}  # in older configs
 HASH, CHOICE = "hash_moe", "moe"
+MODEL = r"(?:model\.)?"  # transformers saves published names with this prefix
 HASHED = 3  # layers, where the config does not say
 
 
@@ -238,7 +239,7 @@ LAYER: Names = [
     (r"attn\.wkv\.weight", "attention.down.weight", Stack(1)),
     (r"attn\.q_norm\.weight", "attention.q_norm.weight", Copy()),
     (r"attn\.wq_b\.weight", "attention.q_up.weight", Copy()),
-    (r"attn\.kv_norm\.weight", "attention.kv_norm.weight", Copy()),
+    (r"attn\.(?:kv_)?norm\.weight", "attention.kv_norm.weight", Copy()),
     (r"attn\.wo_a\.weight", "attention.group_out", Copy()),
     (r"attn\.wo_b\.weight", "attention.out.weight", Copy()),
     (r"attn\.attn_sink", "attention.sinks", Copy()),
@@ -260,12 +261,12 @@ LAYER: Names = [
 
 def trunk_rules(arch: ModelArch) -> list[Rule]:
     ends: Names = [
-        (r"embed\.weight", "embed.weight", Copy()),
-        (r"norm\.weight", "norm.weight", Copy()),
+        (MODEL + r"embed(?:_tokens)?\.weight", "embed.weight", Copy()),
+        (MODEL + r"norm\.weight", "norm.weight", Copy()),
         (r"head\.weight", "head.weight", Drop("tied to the embedding") if arch.tied_head else Copy()),
-        *mixer("hc_head", "norm"),
+        *mixer(MODEL + r"(?:hc_head\.)?hc(?:_head)?", "norm"),
     ]
-    return one_layer("", "", ends) + trunk_layers(arch, LAYER, model="")
+    return one_layer("", "", ends) + trunk_layers(arch, LAYER, model=MODEL)
 
 
 def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:

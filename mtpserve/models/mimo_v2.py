@@ -22,12 +22,15 @@ from mtpserve.core.arch.model import (
     MTPArch,
     attention_kinds,
 )
+from mtpserve.core.arch.rope import RopeArch
 from mtpserve.models import deepseek, gqa
 from mtpserve.models.family import Family, Names, dropped, ends, experts, gated, one_layer, trunk_layers
+from mtpserve.weights.checkpoint import hf
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Arranged, Copy, Rule
 
 PUBLISHED_MODULES = 3
+ROTATED = 0.334  # part of a head, where the config does not say
 SENSES = ("visual.", "audio_encoder.", "speech_embeddings.")
 
 
@@ -42,11 +45,11 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     )
     eps, bias = config.get_float("layernorm_epsilon", 1e-5, above=0), config.get_bool("attention_bias", False)
     common = gqa.arch(
-        config,
+        hf.of_layers(config, gqa.FULL),
         "mimo_v2",
         positions=131072,
         eps=eps,
-        rotated=0.334,
+        rotated=ROTATED,
         qkv_bias=bias,
         moe=routed(config, mtp_layers),
         mtp=mtp,
@@ -55,9 +58,7 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     return replace(
         common,
         layers=(*trunk, *[windowed] * mtp_layers),
-        window_rope=replace(
-            common.rope, theta=config.get_float("swa_rope_theta", common.rope.theta, above=0)
-        ),
+        window_rope=window_rope(config, common),
         value_scale=config.get_float("attention_value_scale", 1.0, above=0),
         sinks=sinks(config),
     )
@@ -68,27 +69,36 @@ def same_as_full(config: HFConfig, name: str, other: str) -> None:
         raise config.unsupported(name, f"{other} = {config.raw(other)}")
 
 
+def window_rope(config: HFConfig, common: ModelArch) -> RopeArch:
+    if config.section("rope_parameters").has(gqa.SLIDING):
+        windowed = hf.of_layers(config, gqa.SLIDING)
+        return hf.rope(windowed, common.head_dim, interleaved=False, part=ROTATED)
+    return replace(common.rope, theta=config.get_float("swa_rope_theta", common.rope.theta, above=0))
+
+
 def kinds(config: HFConfig, head_dim: int) -> tuple[list[LayerKind], LayerKind]:
-    """Returns the kinds of the trunk's layers, and the kind with a window."""
-    layers, pattern = config.get_int("num_hidden_layers", at_least=1), config.raw("hybrid_layer_pattern")
-    is_valid = isinstance(pattern, list) and len(pattern) == layers and set(pattern) <= {0, 1}
-    config.require(
-        is_valid,
-        "hybrid_layer_pattern",
-        f"a list of num_hidden_layers = {layers} numbers, 1 for a layer with a window and else 0",
+    """Returns the kinds of the trunk's layers, and the kind with a window. Published configs and those that
+    transformers writes have other keys."""
+    types = gqa.layer_types(config)
+    pattern = (
+        [kind == gqa.SLIDING for kind in types]
+        if types is not None
+        else zeros_and_ones(config, "hybrid_layer_pattern", "a window")
     )
     value_dim, heads = (
         config.get_int("v_head_dim", head_dim, at_least=1),
         config.get_int("num_attention_heads", at_least=1),
     )
-    full, windowed = (config.get_int(f"{of}num_key_value_heads", at_least=1) for of in ("", "swa_"))
+    full = config.get_int("num_key_value_heads", at_least=1)
+    windowed = config.get_int("swa_num_key_value_heads", 2 * full, at_least=1)
     config.require(
         heads % windowed == 0, "swa_num_key_value_heads", f"a divisor of num_attention_heads = {heads}"
     )
     plain = Attention(KVLayout("gqa", full, head_dim, value_dim))
-    window = Attention(
-        KVLayout("gqa", windowed, head_dim, value_dim), config.get_int("sliding_window_size", at_least=0) + 1
-    )
+    before = config.get_int("sliding_window_size", None, at_least=0)
+    # transformers counts the token itself
+    seen = config.get_int("sliding_window", at_least=1) if before is None else before + 1
+    window = Attention(KVLayout("gqa", windowed, head_dim, value_dim), seen)
     return [window if sliding else plain for sliding in pattern], window
 
 
@@ -105,21 +115,25 @@ def sinks(config: HFConfig) -> Literal["all", "windows"] | None:
 
 
 def routed(config: HFConfig, mtp_layers: int) -> MoEArch | None:
-    moe, layers, sparse = (
-        deepseek.experts(config),
-        config.get_int("num_hidden_layers", at_least=1),
-        config.raw("moe_layer_freq"),
-    )
+    moe, layers = deepseek.experts(config, dense=1), config.get_int("num_hidden_layers", at_least=1)
     if moe is None:
         return None
-    is_valid = isinstance(sparse, list) and len(sparse) == layers and set(sparse) <= {0, 1}
+    dense = moe.dense
+    if not config.has("mlp_layer_types") and config.has("moe_layer_freq"):
+        sparse = zeros_and_ones(config, "moe_layer_freq", "experts")
+        dense = tuple(layer for layer, has_experts in enumerate(sparse) if not has_experts)
+    return replace(moe, dense=(*dense, *range(layers, layers + mtp_layers)))
+
+
+def zeros_and_ones(config: HFConfig, name: str, what: str) -> list[int]:
+    layers, numbers = config.get_int("num_hidden_layers", at_least=1), config.raw(name)
+    is_valid = isinstance(numbers, list) and len(numbers) == layers and set(numbers) <= {0, 1}
     config.require(
         is_valid,
-        "moe_layer_freq",
-        f"a list of num_hidden_layers = {layers} numbers, 1 for a layer with experts and else 0",
+        name,
+        f"a list of num_hidden_layers = {layers} numbers, 1 for a layer with {what} and else 0",
     )
-    dense = [layer for layer, has_experts in enumerate(sparse) if not has_experts]
-    return replace(moe, dense=(*dense, *range(layers, layers + mtp_layers)))
+    return list(numbers)
 
 
 def attention_names(arch: ModelArch) -> Names:

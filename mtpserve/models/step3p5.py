@@ -35,10 +35,9 @@ PLUS_ONE = Copy(plus=1.0)
 PUBLISHED_MODULES = 3
 # In transformers' spelling and in the published one.
 SPELLINGS = {
-    "num_key_value_heads": "num_attention_groups", "n_routed_experts": "moe_num_experts",
-    "num_experts_per_tok": "moe_top_k",
+    "num_key_value_heads": "num_attention_groups",
     "max_position_embeddings": "max_seq_len",
-}  # fmt: skip
+}
 # What nobody publishes otherwise.
 ONLY: dict[str, Any] = {
     "attention_bias": False, "mlp_bias": False, "sink": False, "use_head_wise_attn_gate": True,
@@ -100,11 +99,8 @@ def layer_types(config: HFConfig, mtp_layers: int) -> list[str]:
 def of_type(config: HFConfig, name: str, types: Sequence[str]) -> HFConfig:
     """Returns the config with one rotation, that of the layers of this type. `rope_parameters` has rotations
     by type; other keys have lists for all layers. Scaling is for layers that attend to everything."""
-    by_name = config.section("rope_parameters")
-    if by_name.has(name):
-        return HFConfig(
-            config.path, config.values | {"rope_parameters": by_name.section(name).values}, config.prefix
-        )
+    if config.section("rope_parameters").has(name):
+        return hf.of_layers(config, name)
     values = dict(config.values)
     for key, other in (("rope_theta", "rope_theta"), ("partial_rotary_factors", "partial_rotary_factor")):
         if isinstance(per_layer := config.raw(key), list):

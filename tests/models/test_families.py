@@ -303,7 +303,7 @@ def test_an_mtp_layer_of_other_blocks_is_refused(tmp_path: Path, wrong: dict[str
         (step, {"moe_layers_enum": "1,x"}, "moe_layers_enum must be numbers of layers, in a list or between commas"),
         (step, {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of at least num_hidden_layers = 5 names"),
         (step, {"swiglu_limits": [-1] * 5}, "swiglu_limits must be a list of at least num_hidden_layers = 5 numbers"),
-        (step, {"moe_top_k": 9}, "num_experts_per_tok must be at most n_routed_experts = 8, got 9"),
+        (step, {"moe_top_k": 9}, "moe_top_k must be at most n_routed_experts = 8, got 9"),
         (
             step,
             {"attention_other_setting": {"head_dim": 16, "num_attention_heads": 6}},

@@ -56,10 +56,19 @@ def test_other_kinds_are_refused_by_name(kind: str, name: str, key: str) -> None
         read({name: {key: kind, "factor": 2.0}})
 
 
+@pytest.mark.parametrize("kinds", [("full_attention",), ("full_attention", "sliding_attention")])
+def test_the_same_rotation_of_each_kind_of_layers(kinds: tuple[str, ...]) -> None:
+    values = {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}
+    assert read({"rope_parameters": dict.fromkeys(kinds, values)}) == read({"rope_parameters": values})
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters = .* one set of numbers"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_theta": 1e6}}},
+            "rope_parameters = .* one set of numbers",
+        ),
         ({"rope_scaling": {**V3, "attention_factor": 1.1}}, r"rope_scaling\.attention_factor = 1\.1"),
     ],
 )

@@ -109,6 +109,16 @@ def quantization_section(config: HFConfig) -> HFConfig:
     return HFConfig(section.path, {"quant_method": "modelopt"} | section.values, section.prefix)
 
 
+def of_layers(config: HFConfig, kind: str) -> HFConfig:
+    """Returns the config with the rotation of layers of one kind, where `rope_parameters` has one for each
+    kind."""
+    section = config.section("rope_parameters")
+    if not section.has(kind):
+        return config
+    values = config.values | {"rope_parameters": section.section(kind).values}
+    return HFConfig(config.path, values, config.prefix)
+
+
 def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> RopeArch:
     """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` in older files: none, default, linear,
     llama3 or yarn.
@@ -125,7 +135,10 @@ def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> Ro
             {k: v for k, v in section.values.items() if not k.startswith("mrope")},
             section.prefix,
         )
-    if any(isinstance(value, dict) for value in section.values.values()):
+    nested = [value for value in section.values.values() if isinstance(value, dict)]
+    if nested and all(value == nested[0] for value in section.values.values()):
+        section = HFConfig(section.path, nested[0], section.prefix)  # the same for each kind of layers
+    elif nested:
         raise config.unsupported(name, "one set of numbers for all layers")
     theta = section.get_float("rope_theta", None, above=0)
     if theta is None:

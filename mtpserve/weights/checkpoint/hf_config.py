@@ -16,19 +16,31 @@ from mtpserve.core.errors import LoadError, UnsupportedModel
 
 T = TypeVar("T")
 REQUIRED: Any = object()  # the default of a key that must be present; None is a default like any other
+# Names of one key: families and versions of transformers differ in which one they write.
+SAME = (
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "moe_k", "moe_top_k"),
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+)
+OTHER_NAMES = {name: tuple(other for other in names if other != name) for names in SAME for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class HFConfig:
     """One JSON object of the file `path`; `prefix` is "section." for a nested one. A key whose value is null
-    counts as absent."""
+    counts as absent. A key may have another of its names (SAME)."""
 
     path: Path
     values: dict[str, Any]
     prefix: str = ""
 
     def has(self, name: str) -> bool:
-        return self.values.get(name) is not None
+        return self.values.get(self.key(name)) is not None
+
+    def key(self, name: str) -> str:
+        """Returns the one of a key's names that has a value; `name` if none or several have."""
+        names = (name, *OTHER_NAMES.get(name, ()))
+        return next((key for key in names if self.values.get(key) is not None), name)
 
     def get_int(self, name: str, default: T = REQUIRED, *, at_least: int | None = None) -> int | T:
         wanted = "an integer" if at_least is None else f"an integer of at least {at_least}"
@@ -66,12 +78,14 @@ class HFConfig:
     def require(self, good: bool, name: str, wanted: str) -> None:
         """Raises LoadError about key `name` unless `good`; for checks that depend on several keys."""
         if not good:
+            name = self.key(name)
             raise LoadError(
                 f"{self.path}: {self.prefix}{name} must be {wanted}, got {json.dumps(self.values.get(name))}"
             )
 
     def unsupported(self, name: str, supported: str) -> UnsupportedModel:
         """The error for a valid value that is not implemented."""
+        name = self.key(name)
         value = json.dumps(self.values.get(name))
         return UnsupportedModel(
             f"{self.path}: {self.prefix}{name} = {value} is not supported; supported: {supported}"
@@ -79,8 +93,9 @@ class HFConfig:
 
     def _get(self, name: str, default: T, wanted: str, good: Callable[[Any], bool]) -> T | Any:
         if self.has(name):
-            self.require(good(self.values[name]), name, wanted)
-            return self.values[name]
+            value = self.values[self.key(name)]
+            self.require(good(value), name, wanted)
+            return value
         if default is REQUIRED:
             raise LoadError(f"{self.path}: {self.prefix}{name} is missing; it must be {wanted}")
         return default
