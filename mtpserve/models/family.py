@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
+from mtpserve.weights.checkpoint import hf
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.checkpoint.layouts import MTPLayout
@@ -95,6 +97,14 @@ def ends(arch: ModelArch) -> list[Rule]:
         Rule(r"model\.norm\.weight", "norm.weight", Copy()),
         head,
     ]
+
+
+def arch_of(
+    family: Family, config: HFConfig, mtp_layers: int, checkpoint: Checkpoint, tokenizer: Path
+) -> ModelArch:
+    """Returns the architecture by config, tensors and tokenizer. Raises LoadError and UnsupportedModel."""
+    arch = as_stored(family, family.arch(config, mtp_layers), checkpoint)
+    return replace(arch, eos_ids=hf.all_eos_ids(config, arch.eos_ids, arch.vocab, tokenizer))
 
 
 def as_stored(family: Family, arch: ModelArch, checkpoint: Checkpoint) -> ModelArch:

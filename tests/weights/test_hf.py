@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,14 @@ from typing import Any
 
 import pytest
 
+import mtpserve
+from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.errors import LoadError
-from mtpserve.weights.checkpoint.hf import dtype, eos_ids, quantization, read_config
+from mtpserve.engine.startup.planning import describe
+from mtpserve.weights.checkpoint.hf import all_eos_ids, dtype, eos_ids, quantization, read_config
 from mtpserve.weights.checkpoint.hf_config import HFConfig
+
+DEMO = Path(mtpserve.__file__).parent / "demo"
 
 
 def config(directory: Path, values: object, generation: object = None) -> HFConfig:
@@ -97,9 +103,11 @@ def test_an_unknown_dtype(tmp_path: Path) -> None:
     ("own", "generation", "wanted"),
     [
         ({"eos_token_id": 1}, None, (1,)),
-        ({"eos_token_id": 1}, {"eos_token_id": [2, 3, 2]}, (2, 3)),
+        ({"eos_token_id": 1}, {"eos_token_id": [2, 3, 2]}, (2, 3, 1)),
         ({"eos_token_id": [4, 5]}, {"temperature": 1}, (4, 5)),
         ({}, {"eos_token_id": 0}, (0,)),
+        ({}, None, ()),
+        ({"eos_token_id": 1}, {"eos_token_id": []}, (1,)),
     ],
 )
 def test_end_of_text(tmp_path: Path, own: object, generation: object, wanted: tuple[int, ...]) -> None:
@@ -109,17 +117,63 @@ def test_end_of_text(tmp_path: Path, own: object, generation: object, wanted: tu
 @pytest.mark.parametrize(
     ("own", "generation", "message"),
     [
-        ({}, None, r"config\.json: eos_token_id is missing here and in generation_config\.json"),
         ({"eos_token_id": "</s>"}, None, r"config\.json: eos_token_id must be a token id or a list of token ids"),
-        ({"eos_token_id": 1}, {"eos_token_id": []}, r"generation_config\.json: eos_token_id must be .*got \[\]"),
-        ({"eos_token_id": -1}, None, "got -1"),
-        ({"eos_token_id": 6}, None, r"config\.json: eos_token_id must be .* in \[0, 5\], got 6"),
-        ({"eos_token_id": 1}, {"eos_token_id": [1, 6]}, r"generation_config\.json: eos_token_id must be .*got \[1, 6\]"),
+        ({"eos_token_id": True}, None, r"config\.json: eos_token_id must be a token id or a list of token ids, got true"),
+        ({"eos_token_id": 1}, {"eos_token_id": [1, "6"]}, r"generation_config\.json: eos_token_id must be .*got \[1, "),
     ],
 )
 def test_end_of_text_is_wrong(tmp_path: Path, own: object, generation: object, message: str) -> None:
     with pytest.raises(LoadError, match=message):
         eos_ids(config(tmp_path, own, generation), 6)
+
+
+@pytest.mark.parametrize("wrong", [[1, 6], [-1, 1]])
+def test_ends_of_text_that_no_model_writes_are_left_out(tmp_path: Path, wrong: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    """A warning names them, one however often a plan is made."""
+    for _ in range(2):
+        assert eos_ids(config(tmp_path, {"eos_token_id": wrong}), 6) == (1,)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == f"{tmp_path / 'config.json'}: eos_token_id {sum(wrong) - 1} is left out: the model writes ids in [0, 5]"
+
+
+ADDED = {"id": 4, "content": "<end>", "special": True}
+TOKENIZERS: dict[str, dict[str, object]] = {
+    "in its config": {"tokenizer_config.json": {"eos_token": "<end>", "added_tokens_decoder": {"4": ADDED}}},
+    "with properties": {"tokenizer_config.json": {"eos_token": ADDED, "added_tokens_decoder": {"3": {"content": "x"}, "4": ADDED}}},
+    "added": {"tokenizer_config.json": {"eos_token": "<end>"}, "tokenizer.json": {"added_tokens": [{"id": 1, "content": "x"}, ADDED]}},
+    "in the vocabulary": {"tokenizer_config.json": {"eos_token": "<end>"}, "tokenizer.json": {"model": {"vocab": {"x": 1, "<end>": 4}}}},
+    "in a list": {"tokenizer_config.json": {"eos_token": "c"}, "tokenizer.json": {"model": {"vocab": [[t, 0.0] for t in "xyabcz"]}}},
+    "in the older file": {"special_tokens_map.json": {"eos_token": "<end>"}, "tokenizer.json": {"added_tokens": [ADDED]}},
+}
+
+
+@pytest.mark.parametrize("files", TOKENIZERS.values(), ids=TOKENIZERS.keys())
+def test_the_tokenizers_end_of_text_is_one_too(tmp_path: Path, files: dict[str, object]) -> None:
+    (tmp_path / "text").mkdir()
+    for name, values in files.items():
+        (tmp_path / "text" / name).write_text(json.dumps(values))
+    found = config(tmp_path, {})
+    assert all_eos_ids(found, (), 6, tmp_path / "text") == (4,)
+    assert all_eos_ids(found, (1, 4, 2), 6, tmp_path / "text") == (1, 4, 2) and all_eos_ids(found, (1,), 4, tmp_path / "text") == (1,)
+
+
+def test_an_engine_ends_texts_at_all_of_them(tmp_path: Path) -> None:
+    """The demo's tokenizer names 1; it may be in another directory than the weights."""
+    tokenizer = shutil.copytree(DEMO, tmp_path / "text")
+    weights = shutil.copytree(DEMO, tmp_path / "weights", ignore=shutil.ignore_patterns("token*"))
+    for directory in (tokenizer, weights):
+        (directory / "generation_config.json").write_text('{"eos_token_id": [5]}')
+        (directory / "config.json").write_text((DEMO / "config.json").read_text().replace('"eos_token_id": 1', '"eos_token_id": 7'))
+    for model in (ModelConfig(model=str(tokenizer)), ModelConfig(model=str(weights), tokenizer=str(tokenizer))):
+        assert describe(EngineConfig(model=model), want_mtp=True).arch.eos_ids == (5, 7, 1)
+
+
+@pytest.mark.parametrize("values", [{}, {"eos_token": None}, {"eos_token": "<end>"}, {"eos_token": 4}])
+def test_no_end_of_text_at_all(tmp_path: Path, values: dict[str, object]) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"x": 1}}}))
+    with pytest.raises(LoadError, match=r"config\.json: neither eos_token_id here or in .* nor the eos_token of .* is an id in \[0, 5\]"):
+        all_eos_ids(config(tmp_path, {}), (), 6, tmp_path)
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}

@@ -25,7 +25,7 @@ from mtpserve.heads.kinds import require_kind
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.layers.linear import Linear
-from mtpserve.models.family import Family, as_stored, dropped, without_mtp
+from mtpserve.models.family import Family, arch_of, dropped, without_mtp
 from mtpserve.models.registry import family_of
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.memory import Fixed, MemoryPlan, Sizes, plan_memory
@@ -122,11 +122,8 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     elif want_mtp and layout is None:
         raise NoMTPLayer(f"{directory}: {why_no_mtp(hf_config, layers)}")
     count = mtp_count(config, family, layout if nextn is None else None) if want_mtp else 0
-    arch, hot = (
-        as_stored(family, family.arch(hf_config, count), checkpoint),
-        config.spec.speculative_token_map,
-    )
-    arch = with_ranks(config, arch)
+    arch = arch_of(family, hf_config, count, checkpoint, config.model.tokenizer_directory)
+    arch, hot = with_ranks(config, arch), config.spec.speculative_token_map
     head = head_of(config, arch)
     if head is not None:
         arch = replace(arch, layers=arch.layers + head.arch.layers, draft=head.arch)

@@ -8,8 +8,10 @@ what is accepted.
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from mtpserve.core.arch.rope import LinearRopeArch, Llama3RopeArch, RopeArch, YarnArch
@@ -18,6 +20,7 @@ from mtpserve.core.gguf import SUFFIX
 from mtpserve.weights.checkpoint import schemes
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 
+log = logging.getLogger(__name__)
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -68,26 +71,80 @@ def dtype(config: HFConfig) -> str:
 
 
 def eos_ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
-    """The ids that end a text: generation_config.json's, else config.json's. Raises LoadError if there are
-    none, or one ≥ `vocab`."""
+    """The ids that end a text by generation_config.json and config.json together, below `vocab`. Raises
+    LoadError for what are no ids."""
     generation = config.path.parent / "generation_config.json"
-    for source in [_read_object(generation)] if generation.is_file() and config.path.suffix != SUFFIX else []:
-        if source.has("eos_token_id"):
-            return _ids(source, vocab)
-    if not config.has("eos_token_id"):
-        raise LoadError(
-            f"{config.path}: eos_token_id is missing here and in generation_config.json, it must be "
-            f"an id or a list of ids"
-        )
-    return _ids(config, vocab)
+    has_other = config.path.suffix != SUFFIX and generation.is_file()
+    sources = [*([_read_object(generation)] if has_other else []), config]
+    return tuple(dict.fromkeys(token for source in sources for token in _ids(source, vocab)))
 
 
-def _ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
+def all_eos_ids(config: HFConfig, known: tuple[int, ...], vocab: int, tokenizer: Path) -> tuple[int, ...]:
+    """Adds the tokenizer's end of text to the `known` ones: a chat's template may end turns with it alone, and
+    engines differ in which of the three files they read. Raises LoadError if there is none at all."""
+    token = tokenizer_eos(tokenizer)
+    ids = tuple(dict.fromkeys((*known, *possible((token,) if token is not None else (), vocab, tokenizer))))
+    if ids:
+        return ids
+    raise LoadError(
+        f"{config.path}: neither eos_token_id here or in generation_config.json nor the eos_token of {tokenizer} "
+        f"is an id in [0, {vocab - 1}]"
+    )
+
+
+def _ids(config: HFConfig, vocab: int) -> Sequence[int]:
     value = config.raw("eos_token_id")
-    ids = value if isinstance(value, list) else [value]
-    good = bool(ids) and all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab for i in ids)
-    config.require(good, "eos_token_id", f"a token id or a list of token ids, in [0, {vocab - 1}]")
-    return tuple(dict.fromkeys(ids))
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    config.require(all(type(i) is int for i in ids), "eos_token_id", "a token id or a list of token ids")
+    return possible(tuple(ids), vocab, config.path)
+
+
+@lru_cache(maxsize=256)  # so that a warning is one, however often a plan is made
+def possible(ids: tuple[int, ...], vocab: int, path: Path) -> Sequence[int]:
+    """The ids that the model can write; it warns of others."""
+    wrong = [i for i in ids if not 0 <= i < vocab]
+    if wrong:
+        log.warning(
+            "%s: eos_token_id %s is left out: the model writes ids in [0, %d]",
+            path,
+            ", ".join(map(str, wrong)),
+            vocab - 1,
+        )
+    return [i for i in ids if i not in wrong]
+
+
+def tokenizer_eos(directory: Path) -> int | None:
+    """The id of the tokenizer's `eos_token`, from its files; None if it has none."""
+    files = (directory / name for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    configs = [_read_object(file) for file in files if file.is_file()]
+    token = next((found for config in configs if (found := _text(config.raw("eos_token"))) is not None), None)
+    if token is None:
+        return None
+    for config in configs:
+        for number, added in config.section("added_tokens_decoder").values.items():
+            if _text(added) == token and number.isdecimal():
+                return int(number)
+    whole = directory / "tokenizer.json"
+    return _id_of(whole, whole.stat().st_mtime_ns, token) if whole.is_file() else None
+
+
+@lru_cache(maxsize=16)  # the file may have megabytes
+def _id_of(path: Path, changed: int, token: str) -> int | None:
+    tokenizer = _read_object(path)
+    for added in tokenizer.raw("added_tokens") or []:
+        if _text(added) == token:
+            return added.get("id") if type(added.get("id")) is int else None
+    vocab = tokenizer.section("model").raw("vocab")
+    if isinstance(vocab, dict):
+        return vocab.get(token) if type(vocab.get(token)) is int else None
+    pairs = vocab if isinstance(vocab, list) else []
+    return next((i for i, pair in enumerate(pairs) if isinstance(pair, list) and pair[:1] == [token]), None)
+
+
+def _text(token: object) -> str | None:
+    """A token's text: tokenizers write it alone, or with its properties."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def quantization(config: HFConfig) -> str:

@@ -131,7 +131,7 @@ def read_headers(name: str, revision: str | None, directory: Path) -> str:
     info = HfApi().model_info(name, revision=revision or "main")
     directory.mkdir(parents=True, exist_ok=True)
     for file in (sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename):
-        if fnmatch(file, "*.json") and not fnmatch(file, "tokenizer*") and file != "vocab.json":
+        if fnmatch(file, "*.json") and file not in ("tokenizer.json", "vocab.json"):
             data, size = part(file, WHOLE)
         elif file.endswith(".safetensors"):
             data, size = part(file, USUAL_HEADER)
