@@ -24,7 +24,7 @@ from mtpserve.core.gguf import SUFFIX
 from mtpserve.quant.fp8 import BLOCK, SCALE, quantize_block
 from mtpserve.weights.checkpoint.checkpoint import INDEX, Checkpoint
 from mtpserve.weights.checkpoint.hf import read_config
-from mtpserve.weights.checkpoint.layouts import mtp_layers
+from mtpserve.weights.checkpoint.layouts import with_mtp_layers
 
 # The matrices that are published in float8. The weights of an indexer's heads are not.
 MATRIX = re.compile(
@@ -47,7 +47,7 @@ def quantise(source: Path, out: Path, keep_mtp: bool = False) -> int:
     if source.suffix == SUFFIX:
         raise LoadError(f"{source}: is a GGUF file; float8 is made of a directory with safetensors files")
     checkpoint, config = Checkpoint.open(source), read_config(source)
-    layout = mtp_layers(checkpoint.tensors, config.get_int("num_hidden_layers", at_least=1))
+    checkpoint, layout = with_mtp_layers(checkpoint, config.get_int("num_hidden_layers", at_least=1))
     unchanged = layout.prefixes if keep_mtp and layout else ()
     out.mkdir(parents=True)
     weight_map: dict[str, str] = {}

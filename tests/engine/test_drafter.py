@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mtpserve.config import CacheConfig, DisaggregationConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.errors import ConfigError, LoadError, NoRoom
@@ -21,6 +24,7 @@ from mtpserve.engine.startup.draft_model import drafts_itself
 from mtpserve.engine.startup.drafter import plan_engine
 from mtpserve.engine.startup.planning import Plan
 from mtpserve.tools.inspect.checkpoint import inspect_model
+from mtpserve.weights.checkpoint.checkpoint import INDEX
 from tests.models.checkpoints import Tiny, deepseek, llama, mimo, write, write_nextn
 from tests.models.hybrids import nemotron_h, qwen3_5
 from tests.models.own_layouts import ernie
@@ -189,6 +193,52 @@ def test_of_several_layers_the_first_one_drafts(tmp_path: Path, make: Make) -> N
         assert text(config_of(directory, **apart)) == plain
     noted = inspect_model(config_of(directory)).notes
     assert any("of its 2 MTP layers the first one drafts at every depth" in line for line in noted)
+
+
+def unlisted_in_its_shards(tiny: Tiny, directory: Path) -> None:
+    write(directory, tiny.config, tiny.tensors)
+    index = directory / INDEX
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {k: v for k, v in weight_map.items() if not k.startswith(tiny.prefix)}}))
+
+
+def beside_an_index(tiny: Tiny, directory: Path) -> None:
+    trunk_of(tiny, directory)
+    save_file(mtp_of(tiny), directory / "mtp.safetensors")
+
+
+def beside_one_file(tiny: Tiny, directory: Path) -> None:
+    trunk_of(tiny, directory)
+    shards = sorted(directory.glob("*.safetensors"))
+    save_file({k: v for shard in shards for k, v in load_file(shard).items()}, directory / "model.safetensors")
+    for file in (*shards, directory / INDEX):
+        file.unlink()
+    save_file(mtp_of(tiny), directory / "mtp.safetensors")
+
+
+def mtp_of(tiny: Tiny) -> dict[str, torch.Tensor]:
+    return {name: tensor.contiguous() for name, tensor in tiny.tensors.items() if name.startswith(tiny.prefix)}
+
+
+@pytest.mark.parametrize("make", [deepseek, qwen3_5])
+@pytest.mark.parametrize("stored", [unlisted_in_its_shards, beside_an_index, beside_one_file])
+def test_a_layer_that_no_index_names_drafts(
+    tmp_path: Path, make: Make, stored: Callable[[Tiny, Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny, directory = make(tmp_path / "whole"), tmp_path / "other"
+    stored(tiny, directory)
+    (directory / "damaged.safetensors").write_bytes(b"version https://git-lfs")
+    with caplog.at_level(logging.INFO):
+        assert text_and_accepted(config_of(directory)) == text_and_accepted(config_of(tiny.directory))
+    assert "the MTP layer is read from m" in caplog.text
+    assert text(config_of(directory, speculative_algorithm=OFF)) == text(config_of(tiny.directory, speculative_algorithm=OFF))
+
+
+def test_a_layer_of_another_size_in_a_stray_file_is_none(tmp_path: Path) -> None:
+    tiny = deepseek(tmp_path / "whole")
+    directory = trunk_of(tiny, tmp_path / "other")
+    save_file({name: torch.zeros(3, 5) for name in mtp_of(tiny)}, directory / "stray.safetensors")
+    assert text(config_of(directory)) == text(config_of(tiny.directory, speculative_algorithm=OFF))
 
 
 def test_an_error_of_the_trunk_is_one(tmp_path: Path) -> None:

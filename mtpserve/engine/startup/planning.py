@@ -18,14 +18,14 @@ from mtpserve.core.errors import ConfigError, UnsupportedModel
 from mtpserve.core.protocols.parallel import ALONE, PlannedRank, Ranks, SpreadExperts, share
 from mtpserve.engine.parallel.spread import spread_of, with_ranks
 from mtpserve.engine.startup.compute import device_of, dtype_of, kernels_of
-from mtpserve.engine.startup.draft_model import drafts_itself, head_of, mtp_count
+from mtpserve.engine.startup.draft_model import drafts_itself, head_of, mtp_count, nextn_rules
 from mtpserve.engine.startup.storage import Storage, int8_of, storage_of
 from mtpserve.heads.head import Head
 from mtpserve.heads.kinds import require_kind
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.layers.linear import Linear
-from mtpserve.models.family import Family, arch_of, dropped, without_mtp
+from mtpserve.models.family import Family, arch_of, without_mtp
 from mtpserve.models.registry import family_of
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.memory import Fixed, MemoryPlan, Sizes, plan_memory
@@ -38,12 +38,16 @@ from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.hf import read_config
 from mtpserve.weights.checkpoint.hf_config import HFConfig
-from mtpserve.weights.checkpoint.layouts import MTPLayout, dummy_layers, mtp_layers, nextn_prefix, why_no_mtp
+from mtpserve.weights.checkpoint.layouts import (
+    MTPLayout,
+    dummy_layers,
+    nextn_prefix,
+    why_no_mtp,
+    with_mtp_layers,
+)
 from mtpserve.weights.dummy import fill
-from mtpserve.weights.formats import groups
 from mtpserve.weights.loader import load
 from mtpserve.weights.plan import WeightSource, plan as placements
-from mtpserve.weights.rules import Rule
 from mtpserve.weights.shards import shards_of
 
 log = logging.getLogger(__name__)
@@ -104,10 +108,10 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
         Checkpoint(directory, {}) if dummy else Checkpoint.open(directory),
     )
     layers = hf_config.get_int("num_hidden_layers", at_least=1)
-    layout = (
-        dummy_layers(hf_config, family.modules or family.uncounted)
+    checkpoint, layout = (
+        (checkpoint, dummy_layers(hf_config, family.modules or family.uncounted))
         if dummy
-        else mtp_layers(checkpoint.tensors, layers)
+        else with_mtp_layers(checkpoint, layers)
     )
     if want_mtp and family.mtp_rules is None:
         raise NoMTPLayer(f"{directory}: a {hf_config.raw('architectures')[0]} has no MTP layer")
@@ -355,22 +359,11 @@ def sources(described: Described) -> list[WeightSource]:
         rules += [rule for prefix in prefixes for rule in family.mtp_rules(arch, prefix)]
     rules += without_mtp(described.layout, used)
     if described.nextn is not None and described.nextn_prefix is not None:
-        also = [
-            WeightSource(described.nextn, nextn_rules(described, described.nextn, described.nextn_prefix))
-        ]
+        separate = nextn_rules(family, arch, described.nextn, described.nextn_prefix)
+        also = [WeightSource(described.nextn, separate)]
     if described.head is not None:
         also = [WeightSource(described.head.checkpoint, described.head.inside(DRAFT))]
     return [WeightSource(described.checkpoint, rules), *also]
-
-
-def nextn_rules(described: Described, nextn: Checkpoint, prefix: str) -> list[Rule]:
-    """The layer's own tensors; what is outside its prefix is another copy of the trunk's."""
-    assert described.family.mtp_rules is not None
-    names = (group.name for group in groups(nextn.tensors))
-    others = {name.split(".weight")[0] for name in names if not name.startswith(prefix)}
-    return described.family.mtp_rules(described.arch, prefix) + [
-        dropped(name, "the trunk's") for name in sorted(others)
-    ]
 
 
 def load_model(

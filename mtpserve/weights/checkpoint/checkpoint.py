@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -90,6 +91,15 @@ class Checkpoint:
             return tensor
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{file}: {name} cannot be read: {error}") from error
+
+    def unlisted(self) -> dict[str, TensorEntry]:
+        """The tensors in the directory's files that are not among `tensors`: an index does not name them, or
+        there is a model.safetensors beside their file. Files that cannot be read are left out."""
+        entries: dict[str, TensorEntry] = {}
+        for path in sorted(self.directory.glob("*.safetensors")):
+            with suppress(LoadError):
+                entries = {**read_header(path), **entries}
+        return {name: entry for name, entry in entries.items() if name not in self.tensors}
 
     def equal(self, name: str, other: str) -> bool:
         """True if two tensors have the same shape and numbers. Reads them, as far as they are the same."""

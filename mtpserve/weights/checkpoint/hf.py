@@ -80,15 +80,15 @@ def eos_ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
 
 
 def all_eos_ids(config: HFConfig, known: tuple[int, ...], vocab: int, tokenizer: Path) -> tuple[int, ...]:
-    """Adds the tokenizer's end of text to the `known` ones: a chat's template may end turns with it alone, and
-    engines differ in which of the three files they read. Raises LoadError if there is none at all."""
+    """Adds the tokenizer's end of text to the `known` ones: a chat's template may end turns with it alone.
+    Raises LoadError if there is none at all."""
     token = tokenizer_eos(tokenizer)
-    ids = tuple(dict.fromkeys((*known, *possible((token,) if token is not None else (), vocab, tokenizer))))
+    ids = tuple(dict.fromkeys((*known, *writable((token,) if token is not None else (), vocab, tokenizer))))
     if ids:
         return ids
     raise LoadError(
-        f"{config.path}: neither eos_token_id here or in generation_config.json nor the eos_token of {tokenizer} "
-        f"is an id in [0, {vocab - 1}]"
+        f"{config.path}: neither eos_token_id here or in generation_config.json nor the eos_token of "
+        f"{tokenizer} is an id in [0, {vocab - 1}]"
     )
 
 
@@ -96,11 +96,11 @@ def _ids(config: HFConfig, vocab: int) -> Sequence[int]:
     value = config.raw("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     config.require(all(type(i) is int for i in ids), "eos_token_id", "a token id or a list of token ids")
-    return possible(tuple(ids), vocab, config.path)
+    return writable(tuple(ids), vocab, config.path)
 
 
 @lru_cache(maxsize=256)  # so that a warning is one, however often a plan is made
-def possible(ids: tuple[int, ...], vocab: int, path: Path) -> Sequence[int]:
+def writable(ids: tuple[int, ...], vocab: int, path: Path) -> Sequence[int]:
     """The ids that the model can write; it warns of others."""
     wrong = [i for i in ids if not 0 <= i < vocab]
     if wrong:

@@ -11,13 +11,16 @@ names; only the tensors of the fusion (FUSING) differ.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtpserve.core.errors import LoadError
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 
+log = logging.getLogger(__name__)
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 FUSING = r"(?:eh_proj|enorm|hnorm|shared_head\.norm)\.weight"
 NUMBERED = re.compile(r"model\.layers\.(\d+)\." + FUSING)
@@ -71,6 +74,22 @@ def mtp_layers(names: Iterable[str], num_layers: int) -> MTPLayout | None:
         if numbers := [i for i in numbers_in(re.compile(pattern), names) if i >= first]:
             return MTPLayout(kind, tuple(dict.fromkeys(prefix.format(i) for i in numbers)), tuple(numbers))
     return None
+
+
+def with_mtp_layers(checkpoint: Checkpoint, num_layers: int) -> tuple[Checkpoint, MTPLayout | None]:
+    """As `mtp_layers`. A layer that no index names, in the directory's files, becomes a part of the
+    checkpoint: some tools write that layer on its own."""
+    if (layout := mtp_layers(checkpoint.tensors, num_layers)) is not None:
+        return checkpoint, layout
+    unlisted = checkpoint.unlisted()
+    if (layout := mtp_layers(unlisted, num_layers)) is None:
+        return checkpoint, None
+    also = {name: entry for name, entry in unlisted.items() if name.startswith(layout.prefixes)}
+    files = ", ".join(sorted({entry.file.name for entry in also.values()}))
+    log.info(
+        "%s: the MTP layer is read from %s, although no index names it there", checkpoint.directory, files
+    )
+    return replace(checkpoint, tensors=checkpoint.tensors | also), layout
 
 
 def numbers_in(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
