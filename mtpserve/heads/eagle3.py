@@ -330,7 +330,7 @@ def rules(arch: Eagle3Arch, checkpoint: Checkpoint) -> list[Rule]:
         weights.append((r"input_norm\.weight", "fuse.all_norm.weight"))
     if arch.own_embedding:
         weights.append((r"embed_tokens\.weight", "embed.weight"))
-    head_rules = gqa.rules(prefix, weights, [(r"rotary_emb\.inv_freq", "computed")])
+    head_rules = gqa.rules(prefix, weights, [])
     outside = [(r"lm_head\.weight", "head.weight")] + ([("d2t", "d2t")] if arch.mapped else [])
     dropped = [("t2d", "the other way round"), (r"verifier_(?:norm|lm_head)\.weight", "the trunk's")]
     head_rules += gqa.rules(

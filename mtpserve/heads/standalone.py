@@ -103,7 +103,7 @@ class Standalone(Separate):
                 f"{values.path}: a {arch.family} model cannot draft for another one: {why}"
             )
         mtp = mtp_layers(checkpoint.tensors, arch.num_layers)
-        rules = family.trunk_rules(arch) + without_mtp(mtp)
+        rules = family.trunk_rules(arch) + without_mtp(values, mtp, arch.num_layers)
         rules = [
             rule if rule.target is None else replace(rule, target=f"model.{rule.target}") for rule in rules
         ]

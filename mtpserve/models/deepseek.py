@@ -146,7 +146,6 @@ def layer_names(arch: ModelArch) -> Names:
         (r"self_attn\.kv_a_layernorm\.weight", "attention.kv_norm.weight", Copy()),
         (r"self_attn\.kv_b_proj\.weight", "attention.kv_up", Copy()),
         (r"self_attn\.o_proj\.weight", "attention.out.weight", Copy()),
-        (r"self_attn\.rotary_emb\.inv_freq", "", Drop("computed")),
     ]
     if arch.mla.q_rank is None:
         attention += [(r"self_attn\.q_proj\.weight", "attention.down.weight", Stack(0))]

@@ -21,7 +21,7 @@ from mtpserve.layers.moe import MoE
 from mtpserve.weights.checkpoint import hf
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.hf_config import HFConfig
-from mtpserve.weights.checkpoint.layouts import MTPLayout
+from mtpserve.weights.checkpoint.layouts import MTPLayout, remains
 from mtpserve.weights.formats import groups
 from mtpserve.weights.rules import Copy, Drop, Expert, How, Rule, Stack
 
@@ -159,10 +159,12 @@ def experts(arch: MoEArch, correction: bool = True) -> Names:
     return [*names, (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy())]
 
 
-def without_mtp(layout: MTPLayout | None, used: int = 0) -> list[Rule]:
-    """Drops all MTP layers' tensors but those of the first `used` ones."""
-    patterns = () if layout is None else layout.unused(used)
-    return [Rule(pattern, None, Drop("an MTP layer that is not used")) for pattern in patterns]
+def without_mtp(config: HFConfig, layout: MTPLayout | None, layers: int, used: int = 0) -> list[Rule]:
+    """Drops all MTP layers' tensors but those of the first `used` ones, and what is left of layers that a
+    checkpoint's makers took out. `layers`: of the trunk."""
+    patterns = dict.fromkeys(() if layout is None else layout.unused(used), "an MTP layer that is not used")
+    patterns |= dict.fromkeys(remains(config, layout, layers), "a part of an MTP layer that is not whole")
+    return [Rule(pattern, None, Drop(reason)) for pattern, reason in patterns.items()]
 
 
 def dropped(prefix: str, reason: str) -> Rule:

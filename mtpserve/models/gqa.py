@@ -16,7 +16,7 @@ from mtpserve.layers.mtp_modules import decoder
 from mtpserve.models.family import Names, ends, experts, feed_forward, gated, trunk_layers
 from mtpserve.weights.checkpoint import hf
 from mtpserve.weights.checkpoint.hf_config import HFConfig
-from mtpserve.weights.rules import Copy, Drop, Rule, Stack
+from mtpserve.weights.rules import Copy, Rule, Stack
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -131,7 +131,6 @@ def attention_names(arch: ModelArch) -> Names:
         (r"input_layernorm\.weight", "attention_norm.weight", Copy()),
         (r"post_attention_layernorm\.weight", "mlp_norm.weight", Copy()),
         (r"self_attn\.o_proj\.weight", "attention.out.weight", Copy()),
-        (r"self_attn\.rotary_emb\.inv_freq", "", Drop("computed")),
     ]
     for part, letter in enumerate("qkv"):
         names.append((rf"self_attn\.{letter}_proj\.weight", "attention.qkv.weight", Stack(part)))

@@ -18,6 +18,7 @@ tensor):
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,16 +54,18 @@ SUFFIXES = {
     "_blocks": ("", "blocks"),
 }
 NUMBERS = ("plain", "words", "packed", "blocks")  # roles of the tensors that the others belong to
+FIXED, OF_CACHE = (
+    "activations are not quantised with fixed scales",
+    "are stored as --kv-cache-dtype says, without scales",
+)
+# What a name ends in, for which the model has no place → why nothing is lost without it.
 UNUSED = {
-    "input_scale": "activations are not quantised with fixed scales",
-    "activation_scale": "activations are not quantised with fixed scales",
-    "input_scale_ub": "activations are not quantised with fixed scales",
-    "input_zero_point": "activations are not quantised with fixed scales",
-    "q_scale": "attention's queries are not quantised",
-    "k_scale": "keys are stored as --kv-cache-dtype says, without scales",
-    "v_scale": "values are stored as --kv-cache-dtype says, without scales",
-    "kv_scale": "keys and values are stored as --kv-cache-dtype says, without scales",
-    "output_scale": "keys and values are stored as --kv-cache-dtype says, without scales",
+    r"(?:input|activation)_(?:scale(?:_ub)?|zero_point)": FIXED,
+    r"(?:q|prob|prob_output)_(?:scale|zero_point)": "attention's queries and weights are not quantised",
+    r"k_(?:scale|zero_point)": f"keys {OF_CACHE}",
+    r"v_(?:scale|zero_point)": f"values {OF_CACHE}",
+    r"(?:kv|output)_(?:scale|zero_point)|kv_cache_scaling_factor": f"keys and values {OF_CACHE}",
+    r"rotary_emb\.\w+|rope\.freqs": "the rotation is computed",
 }
 Entries = Mapping[str, TensorEntry]
 Shape = tuple[int, ...]
@@ -158,7 +161,7 @@ def unused(name: str, checkpoint: Checkpoint) -> str | None:
     stem, _, last = name.rpartition(".")
     if last == "bias" and f"{stem}.qweight" in checkpoint.tensors and not checkpoint.tensor(name).any():
         return "AutoGPTQ writes a bias of zeros for every matrix"
-    return UNUSED.get(last)
+    return next((why for end, why in UNUSED.items() if re.search(rf"(?:^|\.)(?:{end})$", name)), None)
 
 
 def format_of(

@@ -170,8 +170,7 @@ def _place(
     quant_config: schemes.QuantConfig,
     left_out: Counter[str],
 ) -> Placement | None:
-    """Places one group; None for tensors that are dropped. Those that no rule knows are counted in
-    `left_out`."""
+    """Places one group; None for tensors that are dropped, which are counted in `left_out`."""
     name, entry = group.name, checkpoint.tensors[group.main]
     try:
         rule, groups = matcher.match(name)
@@ -183,6 +182,7 @@ def _place(
         missing = f"{name} is the {role} of {whole}, which is not in the checkpoint"
         raise LoadError(f"{entry.file}: {error if role == 'plain' else missing}") from None
     if isinstance(rule.how, Drop):
+        left_out[rule.how.reason] += 1
         return None
     target = rule.resolve(groups)
     parameter = audit.parameters.get(target)

@@ -241,6 +241,38 @@ def test_a_layer_of_another_size_in_a_stray_file_is_none(tmp_path: Path) -> None
     assert text(config_of(directory)) == text(config_of(tiny.directory, speculative_algorithm=OFF))
 
 
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [
+        (deepseek, r"model\.layers\.3\.(?!eh_proj|enorm|hnorm|shared_head)"),
+        (qwen3_5, r"mtp\.norm"),
+        (qwen3_5, r"mtp\.(?!layers)"),
+        (mimo, r"model\.mtp_layers\.0\.final_layernorm"),
+        (ernie, r"model\.mtp_emb_norm"),
+        (nemotron_h, r"mtp\.layers\.0\.enorm"),
+        (llama, "mtp"),
+    ],
+)
+def test_what_is_left_of_a_layer_is_left_out(tmp_path: Path, make: Make, kept: str, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = make(tmp_path / "whole")
+    tensors = tiny.tensors | ({"mtp.fc.weight": torch.ones(2)} if make is llama else {})
+    rest = {name: tensor for name, tensor in tensors.items() if not tiny.prefix or not name.startswith(tiny.prefix) or re.match(kept, name)}
+    assert any(re.match(kept, name) for name in rest)
+    computed = {f"model.{name}": torch.ones(2) for name in ("rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.sin_cached")}
+    directory = write(tmp_path / "other", tiny.config, rest | computed)
+    with caplog.at_level(logging.INFO):
+        assert text(config_of(directory)) == text(config_of(tiny.directory, speculative_algorithm=OFF))
+    assert "tensors left out: 2 (the rotation is computed)" in caplog.text and "an MTP layer that is not" in caplog.text
+    inspect_model(config_of(directory))
+
+
+def test_a_longer_trunk_than_its_config_is_refused(tmp_path: Path) -> None:
+    """Its last layer is no MTP layer where the config counts none."""
+    tiny = llama(tmp_path / "whole")
+    with pytest.raises(LoadError, match=r"model\.layers\.2\..*: the model has no parameter for this tensor"):
+        build_engine(config_of(write(tmp_path / "other", tiny.config | {"num_hidden_layers": 2}, tiny.tensors)))
+
+
 def test_an_error_of_the_trunk_is_one(tmp_path: Path) -> None:
     tiny = deepseek(tmp_path / "whole")
     rest = {name: tensor for name, tensor in tiny.tensors.items() if name != "model.layers.1.input_layernorm.weight"}

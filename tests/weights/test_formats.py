@@ -147,15 +147,20 @@ def test_what_does_not_fit_is_named(tmp_path: Path, change: Callable[[dict[str, 
 
 def test_tensors_without_a_use_are_left_out_with_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source, worth = converted(tensors(), lambda _: True, gptq)
-    source |= {"up.bias": torch.zeros(160), "self_attn.k_scale": torch.ones(1), "down.input_scale": torch.ones(1)}
+    source |= {"up.bias": torch.zeros(160)}
+    names = ("self_attn.k_scale", "down.input_scale", "self_attn.v_zero_point", "self_attn.prob_output_scale")
+    source |= {name: torch.ones(1) for name in (*names, "rotary_emb.inv_freq", "layers.0.rotary_emb.cos_cached")}
     with caplog.at_level("INFO", "mtpserve.weights.plan"):
         check(loaded(tmp_path, source, {}), worth)
     for reason in (
         "AutoGPTQ writes a bias of zeros",
         "keys are stored as --kv-cache-dtype says",
         "activations are not quantised with fixed",
+        "values are stored as --kv-cache-dtype says",
+        "attention's queries and weights are not quantised",
     ):
         assert f"tensors left out: 1 ({reason}" in caplog.text
+    assert "tensors left out: 2 (the rotation is computed)" in caplog.text
 
 
 @pytest.mark.parametrize(("rows", "chunks", "scales"), [(13568, 4, 108), (14848, 4, 116), (27136, 8, 216)])

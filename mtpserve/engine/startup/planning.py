@@ -357,7 +357,7 @@ def sources(described: Described) -> list[WeightSource]:
         assert family.mtp_rules is not None and described.layout is not None
         prefixes = described.layout.prefixes[:used]
         rules += [rule for prefix in prefixes for rule in family.mtp_rules(arch, prefix)]
-    rules += without_mtp(described.layout, used)
+    rules += without_mtp(described.config, described.layout, arch.num_layers, used)
     if described.nextn is not None and described.nextn_prefix is not None:
         separate = nextn_rules(family, arch, described.nextn, described.nextn_prefix)
         also = [WeightSource(described.nextn, separate)]

@@ -92,6 +92,17 @@ def with_mtp_layers(checkpoint: Checkpoint, num_layers: int) -> tuple[Checkpoint
     return replace(checkpoint, tensors=checkpoint.tensors | also), layout
 
 
+def remains(config: HFConfig, layout: MTPLayout | None, num_layers: int) -> list[str]:
+    """Patterns of tensors that only an MTP layer has, where no whole one is there; in DeepSeek's naming of as
+    many layers after the trunk as the config counts, since others are a longer trunk's."""
+    if layout is not None:
+        return []
+    configured = configured_layers(config)
+    after = range(num_layers, num_layers + (0 if configured is None else configured[1]))
+    numbered = [rf"model\.layers\.(?:{'|'.join(map(str, after))})\..+"] if after else []
+    return [r"(?:model\.)?mtp[._].+", *numbered]
+
+
 def numbers_in(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
     """Returns the numbers of layers in these names, ascending."""
     return sorted({int(hit[1]) for name in names if (hit := pattern.fullmatch(name))})
