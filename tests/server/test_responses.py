@@ -120,8 +120,7 @@ def test_one_that_fails(http: httpx.AsyncClient, app: FastAPI, client: FakeClien
         ({"tools": [{"type": "function", "name": "a"}]}, "tool_choice"),  # auto, and nobody said how the model writes calls
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "a"}]}, "input"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "a", "arguments": "{"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, "input"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),

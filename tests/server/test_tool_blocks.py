@@ -111,17 +111,18 @@ def test_results_go_back_to_a_response(tokenizer: Tokenizer, kept: bool) -> None
     assert server.prompt().split("user: hello\n")[1].startswith(told + f"tool{ids[0]}: cold\ntool{ids[1]}: cold\nassistant")
 
 
-def test_a_call_that_was_cut_off_is_told_and_not_gone_on_from(tokenizer: Tokenizer) -> None:
+def test_a_call_that_was_cut_off_is_told_and_gone_on_from(tokenizer: Tokenizer) -> None:
     server = Server(tokenizer, CALL, "a")
     cut = len(tokenizer.encode(CALL.split("Ulm")[0], special=False))
     first = respond(server, max_output_tokens=cut).json()
     (item,) = first["output"]
     assert (first["status"], item["status"], item["type"]) == ("incomplete", "incomplete", "function_call")
     assert ARGUMENTS.startswith(item["arguments"]) and item["arguments"] != ARGUMENTS
-    respond(server, previous_response_id=first["id"], input="go on")
-    assert "city = " not in server.prompt()
+    results = [{"type": "function_call_output", "call_id": item["call_id"], "output": "no JSON"}]
+    respond(server, previous_response_id=first["id"], input=results)
+    assert f"INVALID_JSON = {item['arguments']}\n" in server.prompt()
     message = ask(Server(tokenizer, CALL), max_tokens=cut).json()
-    assert (message["stop_reason"], message["content"][0]["input"]) == ("max_tokens", {})
+    assert (message["stop_reason"], message["content"][0]["input"]) == ("max_tokens", {"INVALID_JSON": item["arguments"]})
 
 
 def test_a_choice_of_tools_is_enforced(tokenizer: Tokenizer) -> None:

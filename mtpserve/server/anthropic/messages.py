@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
@@ -99,14 +100,13 @@ class MessageEvent(Rendered):
 
 
 def content_block(block: Block) -> AnyBlock:
-    """The input of a call that was cut off is empty: `stop_reason` then says why it must not be run."""
     match block.kind:
         case "text":
             return TextBlock(block.text)
         case "reasoning":
             return ThinkingBlock(block.text, block.id)
         case "call":
-            return ToolUseBlock(block.call_id, block.name, block.arguments() or {})
+            return ToolUseBlock(block.call_id, block.name, block.arguments())
 
 
 def opening_block(block: Block) -> AnyBlock:
@@ -131,6 +131,7 @@ class MessageAnswer:
     id: str
     generation: Generation
     at_most: int  # tokens that were asked for
+    eager: frozenset[str] = frozenset()  # tools whose input is streamed as the model writes it
     opened: int = 0  # blocks, in events
 
     @property
@@ -184,19 +185,28 @@ class MessageAnswer:
         self.generation.add(step)
         for index, block in self.choice.unfinished_blocks(self.opened):
             if index == self.opened:
-                if self.opened:
-                    yield from self._closing_events()
+                yield from self._closing_events()
                 self.opened += 1
                 yield MessageEvent("content_block_start", index=index, content_block=opening_block(block))
-            if text := block.take():
+            if block.kind == "call" and block.name not in self.eager:
+                # It says that the call goes on: clients give up on streams that are silent for long.
+                yield MessageEvent("content_block_delta", index=index, delta=delta(block, ""))
+            elif text := block.take():
                 yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
 
     def _closing_events(self) -> Iterator[MessageEvent]:
-        """The end of the block that was opened last."""
+        """What ends the block that is open, if one is. A call's input comes here, in one piece, as in
+        Anthropic's API: clients mend JSON that is none, and run what they make of it."""
+        if not self.opened:
+            return
         index = self.opened - 1
-        if (block := self.choice.blocks[index]).kind == "reasoning":
+        block = self.choice.blocks[index]
+        if block.kind == "reasoning":
             signature = MessageDelta("signature_delta", signature=block.id)
             yield MessageEvent("content_block_delta", index=index, delta=signature)
+        if block.kind == "call" and block.name not in self.eager and block.take():
+            text = json.dumps(block.arguments(), ensure_ascii=False)
+            yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
         yield MessageEvent("content_block_stop", index=index)
 
 
@@ -210,6 +220,7 @@ async def messages(request: Request, service: Served, body: MessagesRequest) -> 
             id,
             await create_generation(service, body.chat(offer), id, arrival, at_most=body.max_tokens),
             body.max_tokens,
+            frozenset(tool.name for tool in body.tools or [] if tool.eager_input_streaming),
         )
     headers = answer.generation.headers
     if body.stream:

@@ -37,13 +37,13 @@ class ContentBlock(TextPart):
     thinking: str | None = None
     id: Label | None = None
     name: Label | None = None
-    input: dict[str, Any] | None = None
+    input: Any = None
     tool_use_id: Label | None = None
     content: Annotated[str | TextParts | None, either(CONTENT)] = None
     is_error: bool | None = None
 
 
-CALL = {"id": forms.STRING, "name": forms.STRING, "input": forms.OBJECT}
+CALL = {"id": forms.STRING, "name": forms.STRING}
 RESULT = {"tool_use_id": forms.STRING, "content": forms.or_null(forms.CONTENT)}
 OF_USER = (forms.TEXT_PART, forms.kind("tool_result", RESULT, ["tool_use_id"]))
 OF_ASSISTANT = (
@@ -143,6 +143,7 @@ class ToolDefinition(Strict):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    eager_input_streaming: bool | None = None
 
     def function(self, place: str) -> dict[str, Any]:
         """Returns the tool in OpenAI's form. Raises InvalidRequest."""
@@ -309,8 +310,8 @@ def assistant_message(blocks: list[ContentBlock]) -> ChatMessage:
 
 
 def tool_call_of(block: ContentBlock) -> MessageToolCall:
-    if block.id is None or block.name is None or block.input is None:
-        raise InvalidRequest("messages: a tool_use block needs id, name and input", "messages")
+    if block.id is None or block.name is None:
+        raise InvalidRequest("messages: a tool_use block needs id and name", "messages")
     return MessageToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=block.input))
 
 

@@ -20,7 +20,10 @@ CONTENT = "a string or a list of parts like {'type': 'text', 'text': ...}"
 # What other servers make something of; they are refused unless they are empty.
 KNOWN = frozenset({"audio", "function_call", "partial", "prefix"})
 
-
+INVALID_JSON = (
+    "INVALID_JSON"  # Anthropic's word, in its documentation of tools whose input is streamed as written
+)
+NESTED = "messages: the arguments of a tool call are nested too deeply"
 NO_CALLS: Schema = {"enum": [None, []]}
 NOTHING: list[Any] = [None, False, 0, "", [], {}]
 TEXT_PART: Schema = {
@@ -39,8 +42,11 @@ TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 class CalledFunction(Strict):
+    """`arguments`: a text, which should be a JSON object, or the object itself. Models write other things
+    too, and clients send them back."""
+
     name: str
-    arguments: Annotated[str | dict[str, Any], either("a string of JSON, or an object")] = "{}"
+    arguments: Any = "{}"
 
 
 class MessageToolCall(Strict):
@@ -160,26 +166,39 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MES
 
 
 def call_for_template(call: MessageToolCall, place: str) -> dict[str, Any]:
-    """Returns the call for a template, with the arguments as an object. Raises InvalidRequest."""
+    """Returns the call for a template, with the arguments as an object. Raises InvalidRequest for other kinds
+    of calls."""
     if call.type != "function":
         raise InvalidRequest(
             f"{place}.type {call.type[:50]!r} is not supported; function is", f"{place}.type"
         )
-    arguments: Any = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}", parse_constant=refuse_constant)
-        except (ValueError, RecursionError) as error:
-            where = f"{place}.function.arguments"
-            raise InvalidRequest(f"{where} is not JSON: {str(error)[:100]}", where) from error
-    if not isinstance(arguments, dict):
-        where = f"{place}.function.arguments"
-        raise InvalidRequest(f"{where} must be a JSON object, got {type(arguments).__name__}", where)
     entry: dict[str, Any] = {
         "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments},
+        "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments)},
     }
     return entry if call.id is None else {"id": call.id, **entry}
+
+
+def arguments_of(written: Any) -> dict[str, Any]:
+    """Returns a call's arguments as an object, whatever the model wrote: what is no object is INVALID_JSON's
+    text, so that the model sees its mistake. A refusal would end the conversation for good."""
+    value = written
+    if isinstance(written, str):
+        try:  # control characters in strings are models' commonest mistake, and unambiguous
+            value = json.loads(written or "{}", parse_constant=refuse_constant, strict=False)
+        except (ValueError, RecursionError):
+            return {INVALID_JSON: written}
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else {INVALID_JSON: json_text(written)}
+
+
+def json_text(written: Any) -> str:
+    """Returns a call's arguments as a text. Raises InvalidRequest."""
+    try:
+        return written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
+    except RecursionError as error:
+        raise InvalidRequest(NESTED, "messages") from error
 
 
 def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -213,9 +232,7 @@ def size_of(messages: Sequence[dict[str, Any]]) -> int:
     try:
         written = sum(len(json.dumps(arguments)) for arguments in calls)
     except RecursionError as error:
-        raise InvalidRequest(
-            "messages: the arguments of a tool call are nested too deeply", "messages"
-        ) from error
+        raise InvalidRequest(NESTED, "messages") from error
     return written + sum(
         len(message["content"]) + len(message.get("reasoning_content", "")) for message in messages
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -20,12 +19,12 @@ from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.bodies import ChatRequest
 from mtpserve.server.chat.constraints import apply_thinking_budget
+from mtpserve.server.chat.conversation import arguments_of
 from mtpserve.server.chat.dialogue import render_prompt, tool_use_of
 from mtpserve.server.chat.service import Service
 from mtpserve.server.chat.steps.step_output import StepOutput
 from mtpserve.server.chat.tools import OutputPlan, apply_output_plan, output_plan
 from mtpserve.server.http.errors import renamed
-from mtpserve.server.schema.fields import refuse_constant
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning
 from mtpserve.text.parsers.reasoning import MAX_TAIL, Opening, ReasoningCount
 from mtpserve.text.parsers.registry import REASONINGS
@@ -88,13 +87,10 @@ class Block:
         self.num_streamed = len(self.text)
         return text
 
-    def arguments(self) -> dict[str, Any] | None:
-        """The call's arguments; None if the model did not complete them, or wrote no JSON object."""
-        try:
-            value = json.loads(self.text, parse_constant=refuse_constant)
-        except (ValueError, RecursionError):
-            return None
-        return value if isinstance(value, dict) else None
+    def arguments(self) -> dict[str, Any]:
+        """The call's arguments. What the model did not complete, or is no JSON object, is INVALID_JSON's
+        text."""
+        return arguments_of(self.text)
 
 
 @dataclass(slots=True)

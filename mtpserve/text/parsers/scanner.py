@@ -22,6 +22,7 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields while it waits for more text
 
 BLANKS = " \t\r\n"
+CONTROLS = {chr(code): json.dumps(chr(code))[1:-1] for code in range(0x20)}  # as JSON has them in strings
 MAX_BLANKS = 256  # blanks in a row that count as layout; bounds the cost of a model that writes only blanks
 
 
@@ -32,6 +33,7 @@ class Scanner:
         self.ended = False  # no more text will come
         self.events: list[Event] = []
         self._calls = 0
+        self._in_string = self._escaped = False  # where the call's arguments have got to
 
     # -- events ----------------------------------------------------------------------------------------------
 
@@ -54,11 +56,23 @@ class Scanner:
         return text
 
     def begin(self, name: str, id: str | None = None) -> None:
+        self._in_string = self._escaped = False
         self.events.append(CallBegin(self._calls, id or f"call_{uuid.uuid4().hex[:24]}", name))
 
     def arguments(self, text: str) -> None:
+        """Control characters in strings, models' commonest mistake in JSON, become escapes."""
         if text:
-            self.events.append(Arguments(self._calls, text))
+            self.events.append(Arguments(self._calls, "".join(map(self._as_json, text))))
+
+    def _as_json(self, next: str) -> str:
+        if not self._in_string:
+            self._in_string = next == '"'
+            return next
+        # a backslash before a line break is one of the text
+        lead = "\\" if self._escaped and next in CONTROLS else ""
+        self._in_string = self._escaped or next != '"'
+        self._escaped = next == "\\" and not self._escaped
+        return lead + CONTROLS.get(next, next)
 
     def end(self) -> None:
         """Ends the call that was begun."""
@@ -167,7 +181,7 @@ class Scanner:
                 written += self.take(1)
         written += self.take(1)
         try:
-            value = json.loads(written)
+            value = json.loads(written, strict=False)  # models write line breaks as they are
             value.encode()  # fails for half a surrogate pair, which is not a character
         except ValueError:
             return None

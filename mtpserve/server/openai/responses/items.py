@@ -14,7 +14,7 @@ from typing import Literal
 from msgspec import UNSET
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.server.chat.conversation import ChatMessage, TextPart
+from mtpserve.server.chat.conversation import ChatMessage, TextPart, json_text
 from mtpserve.server.openai.responses import response_objects as objects
 from mtpserve.server.openai.responses.response_body import InputItem, messages_of
 from mtpserve.server.openai.responses.store import Stored
@@ -56,7 +56,7 @@ def listed_item(item: InputItem, id: str) -> objects.ListedItem:
             )
         case "function_call":
             around = UNSET if item.namespace is None else item.namespace
-            name, arguments = item.name or "", item.arguments or ""
+            name, arguments = item.name or "", json_text(item.arguments or "{}")
             return objects.CallItem(
                 id=id,
                 status="completed",

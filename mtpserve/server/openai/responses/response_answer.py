@@ -124,12 +124,11 @@ class ResponseAnswer:
 
 
 def assistant_message(choice: Choice) -> ChatMessage:
-    """The answer as the conversation goes on from it, without calls that were cut off: templates could not
-    write them."""
+    """The answer as the conversation goes on from it, calls that were cut off or are no JSON among them:
+    their results may follow."""
     calls = [
         MessageToolCall(id=block.call_id, function=CalledFunction(name=block.name, arguments=block.text))
         for block in choice.calls
-        if block.arguments() is not None
     ]
     reasoning = choice.text("reasoning") or None
     return ChatMessage(

@@ -16,7 +16,6 @@ from mtpserve.server.chat.conversation import (
     MessageToolCall,
     TextPart,
     TextParts,
-    call_for_template,
 )
 from mtpserve.server.chat.offers import Offer
 from mtpserve.server.chat.tools import checked_name
@@ -45,7 +44,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 
 THOUGHTS = ("reasoning_text", "text")
-CALL = ("call_id", "name", "arguments")
+CALL = ("call_id", "name")
 
 
 def parts(kinds: tuple[str, ...]) -> Schema:
@@ -110,7 +109,7 @@ class InputItem(Strict):
     call_id: Label | None = None
     name: Label | None = None
     namespace: Label | None = None
-    arguments: str | None = None
+    arguments: Any = None
     output: Annotated[str | TextParts | None, either(CONTENT)] = None
 
 
@@ -325,13 +324,12 @@ def message_of(item: InputItem, place: str) -> ChatMessage:
                 raise InvalidRequest(f"{place}: a message needs role and content", "input")
             return ChatMessage(role=item.role, content=text_of(item.content, TEXTS))
         case "function_call":
-            if item.call_id is None or item.name is None or item.arguments is None:
-                raise InvalidRequest(f"{place}: a function_call needs call_id, name and arguments", "input")
+            if item.call_id is None or item.name is None:
+                raise InvalidRequest(f"{place}: a function_call needs call_id and name", "input")
             name = item.name if item.namespace is None else f"{item.namespace}.{item.name}"
             call = MessageToolCall(
                 id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments)
             )
-            call_for_template(call, place)
             return ChatMessage(role="assistant", content="", tool_calls=[call])
         case "function_call_output":
             if item.call_id is None or item.output is None:

@@ -95,7 +95,7 @@ class Object:
 
 def is_object(written: str) -> bool:
     try:
-        return isinstance(json.loads(written), dict)
+        return isinstance(json.loads(written, strict=False), dict)
     except (ValueError, RecursionError):
         return False
 
