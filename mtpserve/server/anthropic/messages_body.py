@@ -18,6 +18,7 @@ from mtpserve.server.chat.conversation import (
     MessageToolCall,
     TextPart,
     TextParts,
+    text_of_parts,
 )
 from mtpserve.server.chat.offers import Offer
 from mtpserve.server.http.errors import Unsupported
@@ -31,26 +32,30 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # in OpenAI's wor
 
 
 class ContentBlock(TextPart):
-    """`thinking` is of a block of reasoning; `id`, `name`, `input` of a tool_use; the others of a
-    tool_result."""
+    """`thinking` is of a block of reasoning; `id`, `name`, `input` of a tool_use; `tool_use_id`, `content`,
+    `is_error` of a tool_result. Results of Anthropic's own tools have content of other kinds."""
 
     thinking: str | None = None
     id: Label | None = None
     name: Label | None = None
     input: Any = None
     tool_use_id: Label | None = None
-    content: Annotated[str | TextParts | None, either(CONTENT)] = None
+    content: Annotated[str | TextParts | dict[str, Any] | None, either(CONTENT)] = None
     is_error: bool | None = None
 
 
 CALL = {"id": forms.STRING, "name": forms.STRING}
-RESULT = {"tool_use_id": forms.STRING, "content": forms.or_null(forms.CONTENT)}
-OF_USER = (forms.TEXT_PART, forms.kind("tool_result", RESULT, ["tool_use_id"]))
+RESULT = {"tool_use_id": forms.STRING, "content": forms.or_null(forms.HISTORY)}
+OF_USER = (
+    forms.TEXT_PART,
+    forms.DOCUMENT,
+    forms.SEARCH_RESULT,
+    forms.kind("tool_result", RESULT, ["tool_use_id"]),
+)
 OF_ASSISTANT = (
     forms.TEXT_PART,
     forms.kind("tool_use", CALL, CALL),
-    forms.kind("thinking"),
-    forms.kind("redacted_thinking"),
+    forms.other_part("text", "tool_use"),
 )
 
 
@@ -217,7 +222,7 @@ class CountRequest(Strict):
         return offer
 
     def chat(self, offer: Offer) -> ChatRequest:
-        system = None if self.system is None else text_of(self.system, "system")
+        system = None if self.system is None else text_of_parts(self.system, "system", "system")
         check_text(system or "", "system")
         messages = [] if system is None else [ChatMessage(role="system", content=system)]
         for message in self.messages:
@@ -293,7 +298,8 @@ def chat_messages(message: InputMessage) -> list[ChatMessage]:
         if of_tools:
             messages += [result(block) for block in blocks]
         else:
-            messages.append(ChatMessage(role=message.role, content=text_of(list(blocks), "messages")))
+            text = text_of_parts(list(blocks), "messages", "messages")
+            messages.append(ChatMessage(role=message.role, content=text))
     return messages or [ChatMessage(role=message.role, content="")]
 
 
@@ -303,7 +309,7 @@ def assistant_message(blocks: list[ContentBlock]) -> ChatMessage:
     calls = [tool_call_of(block) for block in blocks if block.type == "tool_use"]
     return ChatMessage(
         role="assistant",
-        content=text_of(texts, "messages"),
+        content=text_of_parts(texts, "messages", "messages", history=True),
         reasoning_content=reasoning or None,
         tool_calls=calls or None,
     )
@@ -319,16 +325,9 @@ def result(block: ContentBlock) -> ChatMessage:
     """Templates know of no errors: the text says that it is one."""
     if block.tool_use_id is None:
         raise InvalidRequest("messages: a tool_result block needs tool_use_id", "messages")
-    text = text_of(block.content or "", "messages")
+    if isinstance(block.content, dict):
+        raise InvalidRequest(f"messages: the content of a tool_result block must be {CONTENT}", "messages")
+    text = text_of_parts(block.content, "messages", "messages", history=True)
     return ChatMessage(
         role="tool", content=f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id
     )
-
-
-def text_of(content: str | list[TextPart] | list[ContentBlock], field: str) -> str:
-    if isinstance(content, str):
-        return content
-    for block in content:
-        if block.type != "text" or block.text is None:
-            raise Unsupported(f"{field}: blocks of type {block.type[:50]!r} are not supported here", field)
-    return "\n".join(block.text or "" for block in content)

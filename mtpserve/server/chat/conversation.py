@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.http.errors import Unsupported
@@ -20,9 +20,9 @@ CONTENT = "a string or a list of parts like {'type': 'text', 'text': ...}"
 # What other servers make something of; they are refused unless they are empty.
 KNOWN = frozenset({"audio", "function_call", "partial", "prefix"})
 
-INVALID_JSON = (
-    "INVALID_JSON"  # Anthropic's word, in its documentation of tools whose input is streamed as written
-)
+INVALID_JSON = "INVALID_JSON"  # Anthropic's word, from its documentation of fine-grained tool streaming
+DETAILS = ("name", "tool_name", "title", "filename", "query", "url")  # short fields that say what a part was
+MAX_DETAIL = 200
 NESTED = "messages: the arguments of a tool call are nested too deeply"
 NO_CALLS: Schema = {"enum": [None, []]}
 NOTHING: list[Any] = [None, False, 0, "", [], {}]
@@ -31,11 +31,86 @@ TEXT_PART: Schema = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
+TEXT_CONTENT: Schema = {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": TEXT_PART}]}
 
 
 class TextPart(Strict):
+    """A part of a message. Parts of other kinds have other fields, which are kept for `in_words`."""
+
+    model_config = ConfigDict(extra="allow")
+
     type: str
     text: str | None = None
+
+    def plain_text(self) -> str | None:
+        """Returns the text of a part that is text in another form: a refusal, a document in plain text, a
+        result of a search. None for parts without text."""
+        fields = vars(self) | (self.model_extra or {})
+        source = fields.get("source")
+        match self.type, source:
+            case "refusal", _:
+                text = fields.get("refusal")
+            case "document", {"type": "text", "data": text}:
+                pass
+            case "document", {"type": "content", "content": content}:
+                text = nested_text(content)
+            case "search_result", _:
+                text = nested_text(fields.get("content"))
+            case _:
+                return None
+        head = " ".join(value for value in (fields.get("title"), source) if isinstance(value, str))
+        lines = (head, text) if self.type != "refusal" else (text,)
+        return "\n".join(line for line in lines if line) if isinstance(text, str) else None
+
+    def in_words(self) -> str:
+        """Returns what stands for the part in a history: its text, or a note of what the model cannot see."""
+        text = self.plain_text() if self.text is None else self.text
+        return note(self.type, vars(self) | (self.model_extra or {})) if text is None else text
+
+
+def nested_text(content: Any) -> str | None:
+    """Returns the texts of a list of parts; a string as it is; None if anything is no text."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    fields = [vars(part) if isinstance(part, TextPart) else part for part in content]
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in fields
+    ]
+    return "\n".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+
+
+def note(kind: str, fields: dict[str, Any]) -> str:
+    """Returns a text for what the model cannot see, with the words in its fields that say what it was."""
+    action = fields.get("action")
+    around = fields | action if isinstance(action, dict) else fields
+    said = [value[:MAX_DETAIL] for name in DETAILS if isinstance(value := around.get(name), str)]
+    return f"[{' '.join([kind[:50].removeprefix('input_'), *said])}: this model cannot see it]"
+
+
+def text_of_parts(
+    content: str | Sequence[TextPart] | None,
+    place: str,
+    param: str,
+    kinds: Sequence[str] = ("text",),
+    *,
+    history: bool = False,
+) -> str:
+    """Returns the parts' texts as lines. `place` is theirs in the body.
+
+    `history`: a tool or a model wrote them, so that nobody asked this model to see them; a note stands for
+    those without text. Raises Unsupported for them otherwise.
+    """
+    if isinstance(content, str) or content is None:
+        return content or ""
+    texts = []
+    for part in content:
+        text = part.text if part.type in kinds else part.plain_text()
+        if text is None and (part.type in kinds or not history):
+            raise Unsupported(
+                f"{place}: content of type {part.type[:50]!r} is not supported; only text is", param
+            )
+        texts.append(part.in_words() if text is None else text)
+    return "\n".join(texts)
 
 
 TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
@@ -59,6 +134,15 @@ class MessageToolCall(Strict):
     type: str = "function"
     function: CalledFunction
 
+    @model_validator(mode="before")
+    @classmethod
+    def custom_call(cls, call: Any) -> Any:
+        """Takes a call of a tool without a schema, of which there are none here, as one with its text."""
+        match call:
+            case {"type": "custom", "custom": {"name": name, "input": text}}:
+                return {"id": call.get("id"), "function": {"name": name, "arguments": {"input": text}}}
+        return call
+
 
 class ChatMessage(BaseModel):
     """Other keys than these are left out, since clients send back whole messages that they were given. Those
@@ -66,7 +150,7 @@ class ChatMessage(BaseModel):
     set."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=described)
-    shapes: ClassVar[dict[str, Schema]] = {"role": {"enum": list(ROLES)}, "content": {"items": TEXT_PART}}
+    shapes: ClassVar[dict[str, Schema]] = {"role": {"enum": list(ROLES)}}
     rules: ClassVar[tuple[Schema, ...]] = (
         {"properties": {name: {"enum": NOTHING} for name in sorted(KNOWN)}},
         {
@@ -75,6 +159,7 @@ class ChatMessage(BaseModel):
                 {
                     "properties": {
                         "role": {"enum": [*ROLES[:3]]},
+                        "content": TEXT_CONTENT,
                         "tool_call_id": NULL,
                         "tool_calls": NO_CALLS,
                     }
@@ -151,14 +236,10 @@ class ChatMessage(BaseModel):
             ]
 
     def text(self, place: str = "messages") -> str:
-        if isinstance(self.content, str) or self.content is None:
-            return self.content or ""
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise InvalidRequest(
-                    f"{place}: content of type {part.type[:50]!r} is not supported; only text is", "messages"
-                )
-        return "\n".join(part.text or "" for part in self.content)
+        """Returns the content as text. Raises Unsupported for what is none in messages of a user."""
+        if not self.content and isinstance(refusal := (self.model_extra or {}).get("refusal"), str):
+            return refusal  # OpenAI's field, in place of the assistant's content
+        return text_of_parts(self.content, place, "messages", history=self.role in ("assistant", "tool"))
 
 
 MAX_MESSAGES = 1 << 14  # more would block the event loop while they are validated
@@ -208,8 +289,8 @@ def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same for templates that take one system message, in front: later ones become the user's, and what
-    the user says in several messages without an answer between, as coding agents do, becomes one."""
+    """The same for templates that take one system message, in front, and turns: later system messages become
+    the user's, and what one side says in several messages without an answer between becomes one."""
     front = next(
         (index for index, message in enumerate(messages) if message["role"] != "system"), len(messages)
     )
@@ -219,11 +300,17 @@ def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     joined_turns: list[dict[str, Any]] = []
     for role, following in groupby([*messages[:front], *rest], lambda message: message["role"]):
         run = list(following)
-        joined = len(run) > 1 and role in ("system", "user")
-        joined_turns += (
-            [run[0] | {"content": "\n\n".join(message["content"] for message in run)}] if joined else run
-        )
+        joined_turns += run if role == "tool" or len(run) == 1 else [joined_turn(run)]
     return joined_turns
+
+
+def joined_turn(run: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    turn = run[0] | {"content": "\n\n".join(message["content"] for message in run if message["content"])}
+    if calls := [call for message in run for call in message.get("tool_calls", [])]:
+        turn["tool_calls"] = calls
+    if thoughts := [message["reasoning_content"] for message in run if message.get("reasoning_content")]:
+        turn["reasoning_content"] = "\n\n".join(thoughts)
+    return turn
 
 
 def size_of(messages: Sequence[dict[str, Any]]) -> int:

@@ -170,4 +170,18 @@ VARIABLES: Schema = {
 
 TEXT_PART: Schema = kind("text", {"text": STRING}, ["text"])
 CONTENT: Schema = {"anyOf": [STRING, {"type": "array", "items": TEXT_PART}]}
+
+
+# In what tools and models wrote: a note stands for parts without text.
+def other_part(*types: str) -> Schema:
+    return {
+        "type": "object",
+        "properties": {"type": {"type": "string", "not": {"enum": list(types)}}},
+        "required": ["type"],
+    }
+
+
+HISTORY: Schema = {"anyOf": [STRING, {"type": "array", "items": {"anyOf": [TEXT_PART, other_part("text")]}}]}
+DOCUMENT: Schema = kind("document", {"source": kind("text", {"data": STRING}, ["data"])}, ["source"])
+SEARCH_RESULT: Schema = kind("search_result", {"content": CONTENT}, ["content"])
 PREDICTION: Schema = kind("content", {"content": CONTENT}, ["content"])

@@ -16,7 +16,7 @@ from msgspec import UNSET
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.chat.conversation import ChatMessage, TextPart, json_text
 from mtpserve.server.openai.responses import response_objects as objects
-from mtpserve.server.openai.responses.response_body import InputItem, messages_of
+from mtpserve.server.openai.responses.response_input import InputItem, known_items, messages_of
 from mtpserve.server.openai.responses.store import Stored
 
 Order = Literal["asc", "desc"]
@@ -31,18 +31,15 @@ class ResponseInput:
 
 def response_input(before: Stored | None, new_input: str | list[InputItem]) -> ResponseInput:
     """`before`: the response that this one goes on from. Raises InvalidRequest."""
-    if before is None:
-        return ResponseInput(messages_of(new_input), list(listed(new_input, set())))
-    history = [*before.items, *map(as_input_item, before.object.output)]
-    return ResponseInput(
-        [*before.conversation, *messages_of(new_input)],
-        [*history, *listed(new_input, {item.id for item in history})],
-    )
+    new_items = known_items(new_input)
+    history = [] if before is None else [*before.items, *map(as_input_item, before.object.output)]
+    conversation = [*([] if before is None else before.conversation), *messages_of(new_items)]
+    return ResponseInput(conversation, [*history, *listed(new_items, {item.id for item in history})])
 
 
-def listed(new_input: str | list[InputItem], taken: set[str]) -> Iterator[objects.ListedItem]:
+def listed(items: Iterable[InputItem], taken: set[str]) -> Iterator[objects.ListedItem]:
     """Yields the items under the ids that the client gave them, if no item before has the same id."""
-    for item in [InputItem(role="user", content=new_input)] if isinstance(new_input, str) else new_input:
+    for item in items:
         id = item.id if item.id and item.id not in taken else f"{PREFIXES[item.type]}_{uuid.uuid4().hex}"
         taken.add(id)
         yield listed_item(item, id)
@@ -66,11 +63,9 @@ def listed_item(item: InputItem, id: str) -> objects.ListedItem:
                 arguments=arguments,
             )
         case "function_call_output":
-            output = (
-                item.output
-                if isinstance(item.output, str)
-                else [objects.InputText(text) for text in texts(item.output)]
-            )
+            output = item.output
+            if not isinstance(output, str):
+                output = [objects.InputText(text) for text in texts(output)]
             return objects.CallOutputItem(id, "completed", item.call_id or "", output)
     part = objects.OutputText if item.role == "assistant" else objects.InputText
     return objects.ListedMessage(
@@ -81,7 +76,7 @@ def listed_item(item: InputItem, id: str) -> objects.ListedItem:
 def texts(content: str | Iterable[TextPart] | None) -> list[str]:
     if isinstance(content, str):
         return [content]
-    return [part.text or "" for part in content or []]
+    return [part.in_words() for part in content or []]
 
 
 def as_input_item(item: objects.AnyItem) -> objects.ListedItem:

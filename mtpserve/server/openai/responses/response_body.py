@@ -9,17 +9,11 @@ from pydantic import Field
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.chat import forms
 from mtpserve.server.chat.bodies import ChatRequest, SamplingFields
-from mtpserve.server.chat.conversation import (
-    MAX_MESSAGES,
-    CalledFunction,
-    ChatMessage,
-    MessageToolCall,
-    TextPart,
-    TextParts,
-)
+from mtpserve.server.chat.conversation import ChatMessage
 from mtpserve.server.chat.offers import Offer
 from mtpserve.server.chat.tools import checked_name
 from mtpserve.server.http.errors import SHORT, Unsupported
+from mtpserve.server.openai.responses.response_input import Input
 from mtpserve.server.schema.base import Effort, Label, Metadata, Strict, Timeout, say_once
 from mtpserve.server.schema.fields import either
 from mtpserve.server.schema.shapes import CLAMPED_TOKENS, TEXT, Schema, needs
@@ -39,22 +33,6 @@ NOTHING_TO_INCLUDE = frozenset(
         "message.input_image.image_url", "web_search_call.action.sources", "web_search_call.results",
     }
 )  # fmt: skip
-CONTENT = "a string or a list of parts like {'type': 'input_text', 'text': ...}"
-TEXTS = ("input_text", "output_text", "text")
-
-
-THOUGHTS = ("reasoning_text", "text")
-CALL = ("call_id", "name")
-
-
-def parts(kinds: tuple[str, ...]) -> Schema:
-    """What a text may be given as."""
-    part = {
-        "type": "object",
-        "properties": {"type": {"enum": list(kinds)}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-    }
-    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
 
 
 MEMBER = forms.kind("function", forms.FIELDS, ["name"])
@@ -75,44 +53,6 @@ TOOL: Schema = {
 }
 
 
-class InputItem(Strict):
-    """A message, the reasoning in front of the assistant's next one, a call that the assistant made, or what
-    came of it."""
-
-    shapes: ClassVar[dict[str, Schema]] = {"output": parts(TEXTS)}
-    rules: ClassVar[tuple[Schema, ...]] = (
-        {
-            "anyOf": [
-                {
-                    "properties": {
-                        "type": {"const": "message"},
-                        "role": {"type": "string"},
-                        "content": parts(TEXTS),
-                    },
-                    "required": ["role", "content"],
-                },
-                forms.kind("reasoning", {"content": forms.or_null(parts(THOUGHTS))}),
-                forms.kind("function_call", dict.fromkeys(CALL, forms.STRING), CALL),
-                forms.kind(
-                    "function_call_output",
-                    {"call_id": forms.STRING, "output": parts(TEXTS)},
-                    ("call_id", "output"),
-                ),
-            ]
-        },
-    )
-
-    type: str = "message"
-    id: Label | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Annotated[str | TextParts | None, either(CONTENT)] = None
-    call_id: Label | None = None
-    name: Label | None = None
-    namespace: Label | None = None
-    arguments: Any = None
-    output: Annotated[str | TextParts | None, either(CONTENT)] = None
-
-
 class EffortOptions(Strict):
     """`summary` allows one; there is none, since reasoning is told in full."""
 
@@ -128,12 +68,6 @@ class TextOptions(Strict):
 
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-
-
-Input = Annotated[
-    str | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_MESSAGES)],
-    either(f"a string or a list of at most {MAX_MESSAGES} items"),
-]
 
 
 SOMETHING: Schema = {
@@ -292,56 +226,3 @@ def add_tool(offer: Offer, tool: dict[str, Any], place: str) -> None:
                 add_tool(offer, member | {"name": whole}, f"{place}.tools[{index}]")
         case kind:
             offer.leave_out(kind, place)
-
-
-def messages_of(new_input: str | list[InputItem]) -> list[ChatMessage]:
-    if isinstance(new_input, str):
-        return [ChatMessage(role="user", content=new_input)]
-    messages: list[ChatMessage] = []
-    reasoning = ""
-    for index, item in enumerate(new_input):
-        if item.type == "reasoning":
-            reasoning += text_of(item.content, THOUGHTS)
-            continue
-        message = message_of(item, f"input[{index}]")
-        if item.type == "function_call" and messages and messages[-1].role == "assistant" and not reasoning:
-            last = messages[-1]  # the calls of one answer are one message's
-            messages[-1] = last.model_copy(
-                update={"tool_calls": [*(last.tool_calls or []), *(message.tool_calls or [])]}
-            )
-            continue
-        if message.role == "assistant" and reasoning:
-            message = message.model_copy(update={"reasoning_content": reasoning})
-        messages.append(message)
-        reasoning = ""
-    return messages
-
-
-def message_of(item: InputItem, place: str) -> ChatMessage:
-    match item.type:
-        case "message":
-            if item.role is None or item.content is None:
-                raise InvalidRequest(f"{place}: a message needs role and content", "input")
-            return ChatMessage(role=item.role, content=text_of(item.content, TEXTS))
-        case "function_call":
-            if item.call_id is None or item.name is None:
-                raise InvalidRequest(f"{place}: a function_call needs call_id and name", "input")
-            name = item.name if item.namespace is None else f"{item.namespace}.{item.name}"
-            call = MessageToolCall(
-                id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments)
-            )
-            return ChatMessage(role="assistant", content="", tool_calls=[call])
-        case "function_call_output":
-            if item.call_id is None or item.output is None:
-                raise InvalidRequest(f"{place}: a function_call_output needs call_id and output", "input")
-            return ChatMessage(role="tool", content=text_of(item.output, TEXTS), tool_call_id=item.call_id)
-    raise Unsupported(f"{place}: items of type {item.type[:50]!r} are not supported here", "input")
-
-
-def text_of(content: str | list[TextPart] | None, kinds: tuple[str, ...]) -> str:
-    if isinstance(content, str) or content is None:
-        return content or ""
-    for part in content:
-        if part.type not in kinds or part.text is None:
-            raise Unsupported(f"input: content of type {part.type[:50]!r} is not supported here", "input")
-    return "\n".join(part.text or "" for part in content)

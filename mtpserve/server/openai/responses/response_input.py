@@ -1,0 +1,175 @@
+"""The items of an input, as the ones that this server knows, and their way to a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from mtpserve.core.errors import InvalidRequest
+from mtpserve.server.chat import forms
+from mtpserve.server.chat.conversation import (
+    MAX_MESSAGES,
+    CalledFunction,
+    ChatMessage,
+    MessageToolCall,
+    TextParts,
+    note,
+    text_of_parts,
+)
+from mtpserve.server.schema.base import Label, Strict
+from mtpserve.server.schema.fields import either
+from mtpserve.server.schema.shapes import Schema
+
+CONTENT = "a string or a list of parts like {'type': 'input_text', 'text': ...}"
+TEXTS = ("input_text", "output_text", "text")
+THOUGHTS = ("reasoning_text", "text")
+CALL = ("call_id", "name")
+KINDS = ("message", "reasoning", "function_call", "function_call_output")
+PARTS: TypeAdapter[str | TextParts] = TypeAdapter(str | TextParts)
+
+
+def parts(kinds: tuple[str, ...], *others: Schema) -> Schema:
+    """What a text may be given as."""
+    part = {
+        "type": "object",
+        "properties": {"type": {"enum": list(kinds)}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    }
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [part, *others]}}]}
+
+
+def message(role: Schema, content: Schema) -> Schema:
+    return {
+        "properties": {"type": {"const": "message"}, "role": role, "content": content},
+        "required": ["role", "content"],
+    }
+
+
+class InputItem(Strict):
+    """A message, the reasoning in front of the assistant's next one, a call that the assistant made, or what
+    came of it. Items of other kinds, from other servers' answers, keep their fields for `as_known`."""
+
+    model_config = ConfigDict(extra="allow")
+    rules: ClassVar[tuple[Schema, ...]] = (
+        {
+            "anyOf": [
+                message({"const": "assistant"}, parts(TEXTS, forms.other_part(*TEXTS))),
+                message({"enum": ["user", "system", "developer"]}, parts(TEXTS)),
+                forms.kind(
+                    "reasoning", {"content": forms.or_null(parts(THOUGHTS, forms.other_part(*THOUGHTS)))}
+                ),
+                forms.kind("function_call", dict.fromkeys(CALL, forms.STRING), CALL),
+                forms.kind(
+                    "function_call_output",
+                    {"call_id": forms.STRING, "output": parts(TEXTS, forms.other_part(*TEXTS))},
+                    ("call_id", "output"),
+                ),
+                forms.other_part(*KINDS),
+            ]
+        },
+    )
+
+    type: str = "message"
+    id: Label | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Annotated[str | TextParts | None, either(CONTENT)] = None
+    call_id: Label | None = None
+    name: Label | None = None
+    namespace: Label | None = None
+    arguments: Any = None
+    output: Any = None
+
+
+Input = Annotated[
+    str | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_MESSAGES)],
+    either(f"a string or a list of at most {MAX_MESSAGES} items"),
+]
+
+
+def known_items(new_input: str | Sequence[InputItem]) -> list[InputItem]:
+    """Returns the input as items of KINDS. Raises InvalidRequest."""
+    if isinstance(new_input, str):
+        return [InputItem(role="user", content=new_input)]
+    return [as_known(item, f"input[{index}]") for index, item in enumerate(new_input)]
+
+
+def as_known(item: InputItem, place: str) -> InputItem:
+    """Calls of tools of other kinds and their results become a function's; what else other servers' answers
+    consist of is a note to the model. Raises InvalidRequest."""
+    fields = item.model_extra or {}
+    if item.type == "function_call_output":
+        return item.model_copy(update={"output": written(item, place)})
+    if item.type in KINDS:
+        return item
+    if item.call_id is not None and item.type.endswith("_call"):
+        action = {name: value for name, value in fields.items() if name != "status"}
+        return InputItem(
+            type="function_call",
+            id=item.id,
+            call_id=item.call_id,
+            name=item.name or item.type.removesuffix("_call"),
+            arguments=action if item.arguments is None else item.arguments,
+        )
+    if item.call_id is not None and item.type.endswith("_call_output"):
+        return InputItem(
+            type="function_call_output", id=item.id, call_id=item.call_id, output=written(item, place)
+        )
+    return InputItem(role="assistant", id=item.id, content=note(item.type, fields | {"name": item.name}))
+
+
+def written(item: InputItem, place: str) -> str | TextParts:
+    """Returns what came of a call as a function's output. Raises InvalidRequest."""
+    try:
+        return PARTS.validate_python(item.output)
+    except ValidationError as error:
+        if item.type == "function_call_output":
+            raise InvalidRequest(f"{place}.output must be {CONTENT}", "input") from error
+    text = json.dumps(item.output, ensure_ascii=False)  # a shell's output has fields
+    return note(item.type, {}) if "data:" in text else text
+
+
+def messages_of(items: Sequence[InputItem]) -> list[ChatMessage]:
+    """`items`: of KINDS. Raises InvalidRequest."""
+    messages: list[ChatMessage] = []
+    reasoning = ""
+    for index, item in enumerate(items):
+        place = f"input[{index}]"
+        if item.type == "reasoning":
+            reasoning += text_of_parts(item.content, place, "input", THOUGHTS, history=True)
+            continue
+        message = message_of(item, place)
+        if item.type == "function_call" and messages and messages[-1].role == "assistant" and not reasoning:
+            last = messages[-1]  # the calls of one answer are one message's
+            messages[-1] = last.model_copy(
+                update={"tool_calls": [*(last.tool_calls or []), *(message.tool_calls or [])]}
+            )
+            continue
+        if message.role == "assistant" and reasoning:
+            message = message.model_copy(update={"reasoning_content": reasoning})
+        messages.append(message)
+        reasoning = ""
+    return messages
+
+
+def message_of(item: InputItem, place: str) -> ChatMessage:
+    match item.type:
+        case "function_call":
+            if item.call_id is None or item.name is None:
+                raise InvalidRequest(f"{place}: a function_call needs call_id and name", "input")
+            name = item.name if item.namespace is None else f"{item.namespace}.{item.name}"
+            call = MessageToolCall(
+                id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments)
+            )
+            return ChatMessage(role="assistant", content="", tool_calls=[call])
+        case "function_call_output":
+            if item.call_id is None:
+                raise InvalidRequest(f"{place}: a function_call_output needs call_id and output", "input")
+            text = text_of_parts(item.output, place, "input", TEXTS, history=True)
+            return ChatMessage(role="tool", content=text, tool_call_id=item.call_id)
+    if item.role is None or item.content is None:
+        raise InvalidRequest(f"{place}: a message needs role and content", "input")
+    text = text_of_parts(item.content, place, "input", TEXTS, history=item.role == "assistant")
+    return ChatMessage(role=item.role, content=text)
