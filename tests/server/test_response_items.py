@@ -138,7 +138,7 @@ def test_counting_needs_no_parser_and_honours_the_choice_of_tools(http: httpx.As
 
 @pytest.mark.parametrize(("fields", "status", "param"), [
     ({}, 400, "input"), ({"input": 5}, 400, "input"), ({"model": "other", "input": "a"}, 404, "model"),
-    ({"previous_response_id": "resp_no"}, 400, "previous_response_id"), ({"input": "a", "truncation": "auto"}, 400, "truncation"),
+    ({"previous_response_id": "resp_no"}, 400, "previous_response_id"), ({"input": "a", "truncation": "no"}, 400, "truncation"),
     ({"input": "a", "conversation": "c"}, 400, "conversation"), ({"input": "a" * 40_000}, 400, "input"),
     ({"input": "a", "tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
 ])  # fmt: skip

@@ -131,6 +131,8 @@ TEXTS: dict[str, str] = {
     "prompt_cache_key": "Changes no answer: the prefix cache needs no hint.",
     "metadata": "Comes back with the answer, or says who asks.",
     "service_tier": "There is one: nothing changes.",
+    "truncation": "Nothing is dropped: an input that is too long is refused.",
+    "max_tool_calls": "Of tools that the server runs itself: there are none.",
     "store": "False: the response is not kept.",
     "text": "A text, or several; of a response, its form.",
     "sampling_params": "SGLang's sampling parameters, or a list with those of each prompt.",

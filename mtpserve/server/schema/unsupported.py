@@ -80,7 +80,11 @@ TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("ctrm..", (None, {}), "media_io_kwargs mm_processor_kwargs vllm_xargs"),
     ("ctrm..", (None,), "audio chat_template guided_whitespace_pattern"),
     ("ctrm..", (None,), "prompt_embeds repetition_detection web_search_options"),
-    ("ctr...", (None, "auto", "default"), "service_tier"),
+    (
+        "ctr...",
+        (None, "auto", "default", "flex", "scale", "priority"),
+        "service_tier",
+    ),  # all are the same here
     ("ct.m..", (None, False), "store"),
     (
         ".trm..",
@@ -93,9 +97,8 @@ TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("..r...", (None, False), "enable_response_messages"),
     ("..r...", (None, []), "previous_input_messages"),
     ("..r.g.", (None, False), "background"),
-    ("..r...", (None, "disabled"), "truncation"),
     ("..r...", (None, 0), "top_logprobs"),
-    ("..r...", (None,), "conversation max_tool_calls prompt request_id rid"),
+    ("..r...", (None,), "conversation prompt request_id rid"),
     ("...m..", (None, []), "mcp_servers"),
     ("...m..", (None,), "compaction container"),
     ("....g.", (None, False), "need_wait_for_mm_inputs require_reasoning return_bytes return_entropy"),

@@ -15,6 +15,7 @@ from msgspec import UNSET
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.chat.conversation import ChatMessage, TextPart, json_text
+from mtpserve.server.http.errors import SHORT
 from mtpserve.server.openai.responses import response_objects as objects
 from mtpserve.server.openai.responses.response_input import InputItem, known_items, messages_of
 from mtpserve.server.openai.responses.store import Stored
@@ -34,7 +35,20 @@ def response_input(before: Stored | None, new_input: str | list[InputItem]) -> R
     new_items = known_items(new_input)
     history = [] if before is None else [*before.items, *map(as_input_item, before.object.output)]
     conversation = [*([] if before is None else before.conversation), *messages_of(new_items)]
+    check_calls(conversation)
     return ResponseInput(conversation, [*history, *listed(new_items, {item.id for item in history})])
+
+
+def check_calls(conversation: Iterable[ChatMessage]) -> None:
+    """Raises InvalidRequest for a result whose call is nowhere before it."""
+    ids: set[str | None] = set()
+    for message in conversation:
+        ids.update(call.id for call in message.tool_calls or [])
+        if message.role == "tool" and message.tool_call_id not in ids:
+            id = SHORT.repr(message.tool_call_id)[1:-1]
+            raise InvalidRequest(
+                f"input: No tool call found for function call output with call_id {id}.", "input"
+            )
 
 
 def listed(items: Iterable[InputItem], taken: set[str]) -> Iterator[objects.ListedItem]:

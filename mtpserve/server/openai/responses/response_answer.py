@@ -44,6 +44,7 @@ class ResponseAnswer:
     status: objects.Status = "in_progress"
     error: objects.ResponseError | None = None
     created: int = field(default_factory=lambda: int(time()))  # a date, not a duration
+    completed: int | None = None
 
     def __post_init__(self) -> None:
         self.keep()
@@ -72,6 +73,7 @@ class ResponseAnswer:
             None: "cancelled",
         }
         self.status = endings.get(self.choice.finish, "completed")
+        self.completed = int(time()) if self.status == "completed" else None
         self.keep()
 
     def failed(self, error: MTPServeError) -> None:
@@ -86,10 +88,12 @@ class ResponseAnswer:
 
     def object(self) -> objects.ResponseObject:
         body, choice, going_on = self.body, self.choice, self.status == "in_progress"
+        sampling = choice.request.sampling
         return objects.ResponseObject(
             id=self.id,
             object="response",
             created_at=self.created,
+            completed_at=self.completed,
             status=self.status,
             background=False,
             error=self.error,
@@ -98,18 +102,25 @@ class ResponseAnswer:
             else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
+            max_tool_calls=body.max_tool_calls,
             model=choice.service.model,
             output=[] if going_on else [self.item(index) for index in range(len(choice.blocks))],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
             reasoning=objects.EffortUsed(None if body.reasoning is None else body.reasoning.effort, None),
+            safety_identifier=body.safety_identifier,
+            prompt_cache_key=body.prompt_cache_key,
+            service_tier="default",
             store=body.store is not False,
-            temperature=choice.request.sampling.temperature,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            temperature=sampling.temperature,
             text=objects.TextFormat((body.text and body.text.format) or {"type": "text"}),
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
-            top_p=choice.request.sampling.top_p,
-            truncation="disabled",
+            tools=[shown_tool(tool) for tool in body.tools or []],
+            top_logprobs=0,
+            top_p=sampling.top_p,
+            truncation=body.truncation or "disabled",
             usage=None if going_on else self.usage(),
             user=body.user,
             metadata=body.metadata or {},
@@ -121,6 +132,12 @@ class ResponseAnswer:
         return objects.ResponseUsage(
             prompt, objects.InputDetails(self.choice.cached_tokens), output, details, prompt + output
         )
+
+
+def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tool with all fields that OpenAI's clients expect of a function."""
+    absent = {"description": None, "parameters": None, "strict": None}
+    return absent | tool if tool.get("type") == "function" else tool
 
 
 def assistant_message(choice: Choice) -> ChatMessage:

@@ -102,6 +102,7 @@ class InputTokensRequest(Strict):
     tool_choice: Annotated[str | dict[str, Any] | None, either("a string or an object")] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # an input that is too long is refused all the same
 
     def check(self) -> None:
         if not (self.input or self.instructions or self.previous_response_id):
@@ -158,6 +159,7 @@ class ResponsesRequest(InputTokensRequest, SamplingFields):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of tools that the server runs: there are none
     store: bool | None = None
     metadata: Metadata | None = None
     user: Label | None = None

@@ -83,6 +83,7 @@ class InputTokens(Rendered):
 
 class InputDetails(Rendered):
     cached_tokens: int
+    cache_write_tokens: int = 0  # nothing is written on request: the cache keeps every prompt
 
 
 class OutputDetails(Rendered):
@@ -119,24 +120,32 @@ class ResponseObject(Rendered):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
     status: Status
     background: Literal[False]
     error: ResponseError | None
     incomplete_details: Incomplete | None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: int | None
     model: str
     output: list[AnyItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: EffortUsed
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    service_tier: Literal["default"]
     store: bool
+    presence_penalty: float
+    frequency_penalty: float
     temperature: float
     text: TextFormat
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
+    top_logprobs: Literal[0]
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
