@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 
 from mtpserve.core.errors import EngineBusy, InvalidRequest, LoadError
 from mtpserve.core.gguf import SUFFIX
@@ -33,6 +33,7 @@ from mtpserve.core.protocols.grammars import Grammar
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.text.gguf import fast_tokenizer
 from mtpserve.text.grammar_source import source
+from mtpserve.text.grammar_tokenizer import grammar_tokenizer
 from mtpserve.text.thinking_budget import ThinkingBudgetMatcher
 
 FIELDS = {
@@ -67,8 +68,8 @@ class LLGuidanceCompiler:
         if path.suffix != SUFFIX:
             path /= "tokenizer.json"
         try:
-            source = fast_tokenizer(path).to_str() if path.suffix == SUFFIX else str(path)
-            self._tokenizer = LLTokenizer(source, n_vocab=vocab, eos_token=list(eos_ids) or None)
+            file = fast_tokenizer(path).to_str() if path.suffix == SUFFIX else str(path)
+            self._tokenizer = grammar_tokenizer(file, vocab, eos_ids)
         except Exception as error:
             raise LoadError(f"{path}: not usable for grammars: {error}") from error
         self._vocab, self._eos = vocab, tuple(eos_ids)
@@ -187,9 +188,9 @@ class GrammarMatcher:
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if stopped or self._matcher.is_error():
             row[:] = 0
-            self._allow(row, self._eos)
-        elif self._matcher.is_accepting():
-            self._allow(row, self._eos)
+        ends = stopped or self._matcher.is_error() or self._matcher.is_accepting()
+        # a client's grammar may name a token that ends texts: it ends this one, so it must be at its end
+        self._set(row, self._eos, ends)
         self._back(taken)
         return True
 
@@ -232,7 +233,8 @@ class GrammarMatcher:
         if not self._matcher.is_error():
             self._matcher.rollback(taken)
 
-    def _allow(self, row: Row, tokens: frozenset[int]) -> None:
+    def _set(self, row: Row, tokens: frozenset[int], allowed: bool) -> None:
         words = row.view(np.uint32)
         for token in tokens:
-            words[token // 32] |= np.uint32(1 << (token % 32))
+            bit = np.uint32(1 << (token % 32))
+            words[token // 32] = words[token // 32] | bit if allowed else words[token // 32] & ~bit
