@@ -18,8 +18,9 @@ a matcher share its lexer and its limits, so one request could exhaust another's
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+import contextlib
+import json
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,15 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
-from mtpserve.core.errors import EngineBusy, InvalidRequest, LoadError
+from mtpserve.core.errors import InvalidRequest, LoadError
 from mtpserve.core.gguf import SUFFIX
 from mtpserve.core.protocols.grammars import Grammar
 from mtpserve.core.sampling import GrammarSpec
+from mtpserve.text.compile_threads import COMPILE_SECONDS, CompileThreads
 from mtpserve.text.gguf import fast_tokenizer
 from mtpserve.text.grammar_source import source
 from mtpserve.text.grammar_tokenizer import grammar_tokenizer
+from mtpserve.text.schema_faults import SchemaFault, find_fault, plain_reason
 from mtpserve.text.thinking_budget import ThinkingBudgetMatcher
 
 FIELDS = {
@@ -42,16 +45,9 @@ FIELDS = {
     "structural_tag": "response_format",
     "tool_calls": "tools",
 }
-# Compiling usually takes milliseconds; these bound what one request can make it cost.
 LIMITS = LLParserLimits(max_grammar_size=200_000, max_lexer_states=100_000, verbose_errors=False)
-COMPILE_SECONDS = 2.0
-MAX_ABANDONED = 2  # threads that still compile after their deadline: nothing can stop them
-STACK_BYTES = 512 << 20  # address space, not memory: enough for the deepest chain that fits into MAX_SOURCE
 MAX_SOURCE = {"regex": 64 << 10, "ebnf": 64 << 10}
 MAX_JSON_SOURCE = 256 << 10
-
-# the library's errors, for users
-REASONS = {"NoExtensionBias": "nothing fits it: it refers to itself before anything is written"}
 
 Row = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -73,8 +69,7 @@ class LLGuidanceCompiler:
         except Exception as error:
             raise LoadError(f"{path}: not usable for grammars: {error}") from error
         self._vocab, self._eos = vocab, tuple(eos_ids)
-        self._abandoned: list[threading.Thread] = []
-        self._starting = threading.Lock()  # the size of stacks is the whole process's
+        self._threads = CompileThreads()
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Raises InvalidRequest, EngineBusy: see `matcher`."""
@@ -100,32 +95,27 @@ class LLGuidanceCompiler:
                 "tools",
             )
         results: list[LLMatcher | str] = []
-        self._run(lambda: results.append(self._matcher(spec)))
+        self._threads.run(lambda: results.append(self._matcher(spec)))
         # Read once: an abandoned thread may still append.
         result = results[0] if results else f"it takes longer than {COMPILE_SECONDS:g} s to compile"
         if isinstance(result, str):
-            raise InvalidRequest(f"{field}: {spec.kind} is not usable: {one_line(result)[:500]}", field)
+            raise InvalidRequest(f"{field}: {spec.kind} is not usable: {result[:500]}", field)
         return GrammarMatcher(result, self._vocab, self._eos)
-
-    def _run(self, work: Callable[[], None]) -> None:
-        """Runs `work` in a thread with a large stack, until the deadline; llguidance compiles without the
-        GIL."""
-        with self._starting:
-            self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
-            if len(self._abandoned) >= MAX_ABANDONED:
-                raise EngineBusy("earlier grammars are still being compiled: try again later")
-            before = threading.stack_size(STACK_BYTES)
-            try:
-                thread = threading.Thread(target=work, name="grammar", daemon=True)
-                thread.start()
-            finally:
-                threading.stack_size(before)
-        thread.join(COMPILE_SECONDS)
-        if thread.is_alive():
-            self._abandoned.append(thread)
 
     def _matcher(self, spec: GrammarSpec) -> LLMatcher | str:
         """The grammar's matcher, or the reason why there is none."""
+        result = self._compiled(spec)
+        if not isinstance(result, str):
+            return result
+        faults: list[SchemaFault | None] = [None]
+        if spec.kind == "json_schema":
+            with contextlib.suppress(Exception):  # no JSON, or no object
+                find_fault(json.loads(spec.text), faults)
+        if faults[-1] is not None:
+            return str(faults[-1])
+        return one_line(result) if spec.kind == "ebnf" else plain_reason(result)
+
+    def _compiled(self, spec: GrammarSpec) -> LLMatcher | str:
         try:
             matcher = LLMatcher(self._tokenizer, source(spec), log_level=0, limits=LIMITS)
             # That a grammar fits nothing, begins with itself or exceeds the limits may show only with the
@@ -133,7 +123,7 @@ class LLGuidanceCompiler:
             starts = b"" if matcher.is_error() else matcher.compute_bitmask()
             reasons = (str(matcher.stop_reason()), str(matcher.get_error())) if matcher.is_error() else ()
             if reasons and not any(reason.startswith("NoExtension") for reason in reasons):
-                return REASONS.get(one_line(reasons[1]), reasons[1])
+                return reasons[1]
             return matcher if any(starts) and not reasons else "nothing fits it"
         # a Rust panic is not an Exception; the error ends this request and no other
         except BaseException as error:

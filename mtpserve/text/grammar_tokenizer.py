@@ -48,8 +48,8 @@ class LosslessTokenizer:
 
 
 def after_first_letter(texts: Iterable[str]) -> re.Pattern[str]:
-    """Where to cut a text so that no piece contains one of `texts` of two letters or more. The rest of a text
-    whose beginning is written is then cut as the whole was."""
+    """Returns where to cut a text so that no piece contains one of `texts` of two letters or more. The rest
+    of a text whose beginning is written is then cut as the whole was."""
     rests: dict[str, list[str]] = {}
     for text in texts:
         rests.setdefault(text[0], []).append(re.escape(text[1:]))

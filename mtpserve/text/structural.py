@@ -13,7 +13,8 @@ from typing import Any
 
 from llguidance import StructTag
 
-JSON_LAYOUT: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+from mtpserve.text.json_schema import with_layout
+
 ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -61,12 +62,6 @@ def schema_of(content: Any) -> Any:
     if not isinstance(content, dict) or content.get("type") != "json_schema" or "json_schema" not in content:
         raise ValueError("a tag's content must be of type json_schema")
     return content["json_schema"]
-
-
-def with_layout(schema: Any) -> str:
-    if not isinstance(schema, dict):
-        raise ValueError("a tag's schema must be an object")
-    return json.dumps({**schema, "x-guidance": JSON_LAYOUT})
 
 
 def element(format: Any) -> str:

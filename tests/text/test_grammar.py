@@ -17,7 +17,7 @@ import pytest
 from mtpserve.config import ModelConfig
 from mtpserve.core.errors import EngineBusy, InvalidRequest, LoadError
 from mtpserve.core.sampling import GrammarKind, GrammarSpec
-from mtpserve.text import grammar
+from mtpserve.text import compile_threads, grammar
 from mtpserve.text.grammar import GrammarMatcher, LLGuidanceCompiler
 from mtpserve.text.tokenizer import Tokenizer
 
@@ -262,16 +262,16 @@ def test_a_thousand_grammars_leave_nothing_behind(compiler: LLGuidanceCompiler) 
 
 def test_a_grammar_that_compiles_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(compile_threads, "COMPILE_SECONDS", 0.05)
     monkeypatch.setattr(LLGuidanceCompiler, "_matcher", lambda self, spec: release.wait(30) and "given up")
     compiler = LLGuidanceCompiler(DEMO, VOCAB, [EOS])
-    for _ in range(grammar.MAX_ABANDONED):
+    for _ in range(compile_threads.MAX_ABANDONED):
         with pytest.raises(InvalidRequest, match="longer than"):
             compiler.compile(GrammarSpec("regex", "a"))
     with pytest.raises(EngineBusy):
         compiler.compile(GrammarSpec("regex", "a"))
     release.set()
-    for thread in compiler._abandoned:
+    for thread in compiler._threads.abandoned:
         thread.join(10)
     with pytest.raises(InvalidRequest, match="given up"):
         compiler.compile(GrammarSpec("regex", "a"))

@@ -271,7 +271,11 @@ async def create_generation(
         message_prefix=message_prefix,
         separate_reasoning=body.separate_reasoning is not False,
     )
-    sampling = apply_output_plan(plan, sampling, service.tokenizer)
+    if plan.calls is not None and (plan.use.forced or sampling.grammar is not None):
+        # tools' schemas are compiled
+        sampling = await asyncio.to_thread(apply_output_plan, plan, sampling, service.tokenizer)
+    else:
+        sampling = apply_output_plan(plan, sampling, service.tokenizer)
     spelling = await service.spelling(sampling)
     prompt = service.truncate(
         await service.encode_chat(chat), body.truncate_prompt_tokens, wanted_tokens, body.keeps_first

@@ -1,26 +1,19 @@
-"""The schemas of tools' parameters: what every one must be, and what can be enforced of them. Compiling is
-the engine's."""
+"""The schemas of tools' parameters: what every one must be, and what can be enforced of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.http.errors import SHORT
+from mtpserve.server.http.warnings import warn
+from mtpserve.text.json_schema import MAX_DEPTH, dotted, parts, without_annotations
+from mtpserve.text.parsers.tools import NotEnforceable, Tool
+from mtpserve.text.schema_faults import SchemaFault, loosened, schema_fault
 
-MAX_DEPTH = 64
-# What llguidance refuses. Other words are enforced, or say nothing about the form.
-NOT_ENFORCED = frozenset(
-    {
-        "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
-        "dependencies",
-        "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems",
-    }
-)  # fmt: skip
-# their keys are names, not words of the language
-NAMED = ("properties", "patternProperties", "$defs", "definitions")
-DATA = ("enum", "const", "default", "examples", "example")
+MAX_LOOSENED = 64  # words that one tool may lose
 
 
 def check_parameters(schema: Any, place: str) -> None:
@@ -34,39 +27,33 @@ def check_parameters(schema: Any, place: str) -> None:
             raise InvalidRequest(f"{place}.{word} must be {'an object' if kind is dict else 'a list'}", place)
     if not all(isinstance(name, str) for name in schema.get("required", [])):
         raise InvalidRequest(f"{place}.required must be a list of strings", place)
-    deep = next((path for path, _, depth in parts(schema) if depth > MAX_DEPTH), None)
-    if deep is not None:
+    if any(len(path) > MAX_DEPTH for path, _ in parts(schema)):
         raise InvalidRequest(f"{place} is nested deeper than {MAX_DEPTH} levels", place)
 
 
-def check_enforceable(schema: Mapping[str, Any], place: str) -> None:
-    """Raises InvalidRequest that names the first word which no grammar can enforce."""
-    for path, part, _ in parts(schema):
-        for word in sorted(part.keys() & NOT_ENFORCED):
-            if part[word] is not False:
-                raise InvalidRequest(f"{place}{path}.{word} cannot be enforced: leave it out", place)
+def enforceable(tool: Tool, check: Callable[[Tool], object], place: str | None) -> Tool:
+    """The tool with a schema that a grammar can enforce. `check` raises NotEnforceable for what the format of
+    the calls cannot.
 
-
-def parts(schema: Any) -> Iterator[tuple[str, Mapping[str, Any], int]]:
-    """The schema and all those in it, each with its path and depth. Stops below MAX_DEPTH, without
-    recursion."""
-    waiting: list[tuple[str, Any, int, bool]] = [("", schema, 0, False)]
-    while waiting:
-        path, value, depth, names = waiting.pop()
-        if isinstance(value, Mapping):
-            if not names:
-                yield path, value, depth
-            entries = [
-                (f"{path}.{str(key)[:50]}", inner, not names and key in NAMED)
-                for key, inner in value.items()
-                if names or key not in DATA
-            ]
-        elif isinstance(value, list):
-            entries = [(f"{path}[{index}]", inner, False) for index, inner in enumerate(value)]
-        else:
-            continue
-        if depth <= MAX_DEPTH:
-            waiting += [
-                (inner_path, inner, depth + 1, inner_names)
-                for inner_path, inner, inner_names in reversed(entries)
-            ]
+    `place` is where its parameters are in the request. There InvalidRequest names the first word that cannot
+    be enforced; without a place the tool loses such words, and the client is warned.
+    """
+    for _ in range(MAX_LOOSENED):
+        tool = replace(tool, parameters=without_annotations(dict(tool.parameters)))
+        fault = schema_fault(tool.parameters)
+        if fault is None:
+            try:
+                check(tool)
+                return tool
+            except NotEnforceable as error:
+                fault = SchemaFault(error.path, error.reason)
+        if place is not None:
+            raise InvalidRequest(
+                f"{place}{dotted(fault.path)} cannot be enforced (tool {tool.name!r}): {fault.reason}", place
+            )
+        warn(f"tool {tool.name!r}: {dotted(fault.path)[1:] or 'parameters'} is not enforced: {fault.reason}")
+        looser = loosened(tool.parameters, fault.path)
+        if looser == tool.parameters:
+            break
+        tool = replace(tool, parameters=looser)
+    return Tool(tool.name, {"type": "object"})

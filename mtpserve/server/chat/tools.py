@@ -19,7 +19,7 @@ from mtpserve.core.sampling import MAX_GRAMMAR_BYTES, GrammarSpec, SamplingParam
 from mtpserve.server.chat.constraints import apply_thinking_budget
 from mtpserve.server.chat.formats import Formats
 from mtpserve.server.chat.offers import Offer
-from mtpserve.server.chat.schemas import check_enforceable, check_parameters
+from mtpserve.server.chat.schemas import check_parameters, enforceable
 from mtpserve.server.http.errors import SHORT
 from mtpserve.text.parsers.call_grammar import spelled_by
 from mtpserve.text.parsers.formats.json_calls import Listed
@@ -288,19 +288,23 @@ def apply_output_plan(plan: OutputPlan, sampling: SamplingParams, tokenizer: Tok
     return sampling
 
 
+def is_strict(definition: dict[str, Any]) -> bool:
+    return definition["function"].get("strict") is True
+
+
 def calls_grammar(use: ToolUse, calls: CallFormat, spell: Spell) -> str:
-    """Raises InvalidRequest that names the tool whose schema cannot be enforced."""
-    offered = {
-        index: tool for index, tool in zip(use.indices, use.tools, strict=True) if use.allows(tool.name)
-    }
-    for index, definition in offered.items():
-        place = f"tools[{index}].function.parameters"
-        check_enforceable(definition.parameters, place)
-        try:
-            calls.grammar([definition], False, spell)
-        except ValueError as error:
-            raise InvalidRequest(f"{place}: {error}", place) from error
-    grammar = calls.grammar(list(offered.values()), use.several, spell)
+    """Raises InvalidRequest that names the tool whose schema cannot be enforced, where a call was demanded or
+    the tool is strict. May take seconds, in any thread."""
+    offered = [
+        enforceable(
+            tool,
+            lambda tool: calls.grammar([tool], False, spell),
+            f"tools[{index}].function.parameters" if use.forced or is_strict(definition) else None,
+        )
+        for index, tool, definition in zip(use.indices, use.tools, use.definitions, strict=True)
+        if use.allows(tool.name)
+    ]
+    grammar = calls.grammar(offered, use.several, spell)
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
             f"tools make a grammar of {len(grammar)} characters, at most {MAX_GRAMMAR_BYTES} are allowed",

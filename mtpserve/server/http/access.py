@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.server.http.errors import Refusal, error_body, id_headers, printable
+from mtpserve.server.http.warnings import WARNINGS, add_warnings
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +177,8 @@ class RequestLog:
         id = header_id if REQUEST_ID.fullmatch(header_id) else uuid.uuid4().hex
         # for the handler of bugs, whose answer does not pass here
         scope.setdefault("state", {})["request_id"] = id
+        warnings: list[str] = []
+        WARNINGS.set(warnings)
 
         async def named(message: Message) -> None:
             nonlocal status
@@ -186,7 +189,9 @@ class RequestLog:
             ):
                 status = message.get("status", SWITCHED)
                 message.setdefault("headers", [])
-                MutableHeaders(scope=message).update(id_headers(id))
+                headers = MutableHeaders(scope=message)
+                headers.update(id_headers(id))
+                add_warnings(headers, warnings)
             await send(message)
 
         try:

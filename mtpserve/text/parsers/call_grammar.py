@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+from mtpserve.text.json_schema import with_layout
 from mtpserve.text.parsers.tools import Schema, Spell
-from mtpserve.text.structural import with_layout
 
 ANYTHING = "/(?s:.*)/"
 

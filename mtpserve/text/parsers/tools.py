@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mtpserve.text.json_schema import Path, dotted
 from mtpserve.text.parsers.scanner import Reading, Scanner
 
 Schema = Mapping[str, Any]
@@ -16,6 +17,14 @@ Spell = Callable[[str], str]  # a piece of text → a Lark expression: a token o
 ALL = "tool_call_arguments"
 EXAMPLE = f'{{"name": "tool_call_name", "arguments": {ALL}}}'
 MORE = "{{additional_tool_calls}}"  # the place of further calls in an example
+
+
+class NotEnforceable(ValueError):
+    """A word of a tool's parameters, at `path`, that a format of calls cannot enforce."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{dotted(path)[1:]} cannot be enforced: {reason}")
+        self.path, self.reason = path, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ class CallFormat(ABC):
     @abstractmethod
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         """One call, or `several`, of the given `tools`: a Lark rule `calls` and the rules that it refers to.
-        Raises ValueError."""
+        Raises NotEnforceable."""
 
 
 def instructions(definitions: Sequence[Mapping[str, Any]], example: str) -> str:

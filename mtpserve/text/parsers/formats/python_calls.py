@@ -18,7 +18,7 @@ from mtpserve.text.parsers.call_grammar import arguments_json, calls_of, text
 from mtpserve.text.parsers.formats.json_calls import Object
 from mtpserve.text.parsers.formats.tagged_values import property_of, refuse, resolved
 from mtpserve.text.parsers.scanner import Reading, Scanner
-from mtpserve.text.parsers.tools import CallFormat, Schema, Spell, Tool, in_name
+from mtpserve.text.parsers.tools import CallFormat, NotEnforceable, Schema, Spell, Tool, in_name
 
 NAMES = {"true": True, "false": False, "null": None}  # JSON's, which models mix with Python's
 OPENING, CLOSING, QUOTES = "([{", ")]}", "'\""
@@ -113,8 +113,8 @@ def argument_rules(schema: Schema, name: str) -> list[str]:
     rules = [f'{name}_{len(keys)}: ""\n', f'{name}_{len(keys)}_more: ""\n']
     for place, key in enumerate(keys):
         if not all(map(in_key, key)) or not key:
-            raise ValueError(
-                f"properties.{key} cannot be an argument's name in this model's tool call format: rename it"
+            raise NotEnforceable(
+                ("properties", key), "it is no argument's name in this model's tool call format: rename it"
             )
         value = resolved(property_of(key, schema), schema)
         value = {**value, **definitions} if isinstance(value, Mapping) else {}

@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any
 
 from mtpserve.text.parsers.call_grammar import arguments_json, text, up_to
-from mtpserve.text.parsers.tools import Schema, Spell
+from mtpserve.text.parsers.tools import NotEnforceable, Schema, Spell
 
 MAX_REFERENCES = 16  # length of a chain of `$ref`s
 PYTHON = {"True": "true", "False": "false", "None": "null"}  # as Jinja templates print values
@@ -111,7 +111,7 @@ def value_rule(
     quoted: bool = False,
 ) -> str:
     """A rule: a value of property `key`, then `before` and the pieces of `end` (each a marker or text) that
-    end it. Raises ValueError.
+    end it. Raises NotEnforceable.
 
     `quoted`: strings are JSON where other types are allowed, too."""
     schema = resolved(property_of(key, root), root)
@@ -127,7 +127,7 @@ def value_rule(
         return f"{name}: ({' | '.join(text(str(choice)) for choice in choices)}) {closing}\n"
     for word in NOT_IN_TEXT:
         if word in schema:
-            raise ValueError(
-                f"properties.{key}.{word} cannot be enforced in this model's tool call format: leave it out"
+            raise NotEnforceable(
+                ("properties", key, word), "this model's tool call format has no grammar for it: leave it out"
             )
     return up_to(name, end[0], spell, *end[1:], before=before)
