@@ -45,7 +45,8 @@ def arch(config: HFConfig, mtp_layers: int, family: str = "deepseek", dense: int
         rope=config.get_int("qk_rope_head_dim", at_least=2),
         value=config.get_int("v_head_dim", at_least=1),
     )
-    rope = hf.rope(config, mla.rope, interleaved=config.get_bool("rope_interleave", True))
+    interleaved = config.get_bool("rope_interleave", True)
+    rope = hf.rope(config, mla.rope, interleaved, mscale_alone=True)
     if config.get_bool("attention_bias", False):
         raise config.unsupported("attention_bias", "false")
     hf.quantization(config)

@@ -37,6 +37,14 @@ Make = Callable[..., Tiny]
 TRUNKS: dict[str, tuple[Make, dict[str, Any]]] = {
     "llama": (llama, {}),
     "llama 3.1's rotation": (llama, {"rope_scaling": LLAMA3, "rope_theta": 10000.0}),
+    "llama, yarn, a length and a gain beside it": (
+        llama,
+        {
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.707},
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
     "llama, linear rotation": (llama, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_key_value_heads": 4}),
     "llama, all biases, tied head": (llama, {"attention_bias": True, "tie_word_embeddings": True}),
     "llama, other heads": (llama, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}),

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mtpserve.core.arch.rope import RopeArch, YarnArch
+from mtpserve.core.arch.rope import Llama3RopeArch, RopeArch, YarnArch
 from mtpserve.core.errors import LoadError, UnsupportedModel
 from mtpserve.weights.checkpoint.hf import rope
 from mtpserve.weights.checkpoint.hf_config import HFConfig
@@ -14,10 +15,12 @@ from mtpserve.weights.checkpoint.hf_config import HFConfig
 V3 = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
 V3 |= {"mscale_all_dim": 1.0}
 V3_YARN = YarnArch(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LENGTH = {"original_max_position_embeddings": 16}
 
 
-def read(values: dict[str, Any]) -> RopeArch:
-    return rope(HFConfig(Path("config.json"), values), 64, True)
+def read(values: dict[str, Any], **options: bool) -> RopeArch:
+    return rope(HFConfig(Path("config.json"), values), 64, True, **options)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +38,15 @@ def read(values: dict[str, Any]) -> RopeArch:
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_scaling": V3}, 7.0, None),
         ({"rope_scaling": {**V3, "truncate": False}}, 1e4, YarnArch(40.0, 4096, 32.0, 1.0, 1.0, 1.0, truncate=False)),
         ({"rope_scaling": {"type": "yarn", "factor": 4}, "max_position_embeddings": 32768}, 1e4, YarnArch(4.0, 32768)),
+        ({"rope_scaling": {"type": "yarn", "factor": 4} | LENGTH, "max_position_embeddings": 64}, 1e4, YarnArch(4.0, 16)),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}, "max_position_embeddings": 64} | LENGTH, 1e4, YarnArch(4.0, 16)),
+        ({"rope_scaling": V3} | LENGTH, 1e4, replace(V3_YARN, original_length=16)),
+        ({"rope_scaling": {"type": "yarn", "factor": None}, "max_position_embeddings": 64} | LENGTH, 1e4, YarnArch(4.0, 16)),
+        ({"rope_scaling": LLAMA3, "max_position_embeddings": 64}, 1e4, Llama3RopeArch(8.0, 1.0, 4.0, 64)),
+        ({"rope_scaling": LLAMA3} | LENGTH, 1e4, Llama3RopeArch(8.0, 1.0, 4.0, 16)),
     ],
 )
-def test_both_spellings(values: dict[str, Any], theta: float, scaling: YarnArch | None) -> None:
+def test_both_spellings(values: dict[str, Any], theta: float, scaling: YarnArch | Llama3RopeArch | None) -> None:
     assert read(values) == RopeArch(64, theta, True, scaling)
 
 
@@ -74,14 +83,33 @@ def test_the_same_rotation_of_each_kind_of_layers(kinds: tuple[str, ...]) -> Non
 )
 def test_what_yarn_cannot_say_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        read(values)
+        read(values, mscale_alone=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "ours", "deepseeks"),
+    [
+        ({"mscale": 0.707}, (1.0, 0.0), (0.707, 0.0)),
+        ({"mscale_all_dim": 0.5}, (1.0, 0.0), (1.0, 0.5)),
+        ({"mscale": 0.707, "mscale_all_dim": 0.5}, (0.707, 0.5), (0.707, 0.5)),
+    ],
+)
+def test_yarns_mscale_alone_is_deepseeks(values: dict[str, float], ours: tuple[float, float], deepseeks: tuple[float, float]) -> None:
+    for mscale_alone, (mscale, all_dim) in ((False, ours), (True, deepseeks)):
+        found = read({"rope_scaling": {"type": "yarn", "factor": 8} | LENGTH | values}, mscale_alone=mscale_alone)
+        assert found.scaling == replace(YarnArch(8.0, 16), mscale=mscale, mscale_all_dim=all_dim)
+
+
+def test_a_gain_comes_before_both_mscales() -> None:
+    scaling = {"type": "yarn", "factor": 8, "attention_factor": 1.3} | LENGTH
+    assert read({"rope_scaling": scaling | {"mscale": 0.7, "mscale_all_dim": 0.7}}) == read({"rope_scaling": scaling})
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"rope_theta": 0}, "rope_theta must be a number above 0, got 0"),
-        ({"rope_scaling": {"type": "yarn"}}, r"rope_scaling\.factor is missing"),
+        ({"rope_scaling": {"type": "yarn"} | LENGTH, "max_position_embeddings": 64}, r"rope_scaling\.factor is missing"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "max_position_embeddings is missing"),
         ({"rope_scaling": 4}, "rope_scaling must be an object, got 4"),
     ],

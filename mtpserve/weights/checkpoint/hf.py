@@ -21,6 +21,7 @@ from mtpserve.weights.checkpoint import schemes
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 
 log = logging.getLogger(__name__)
+MSCALES = ("mscale", "mscale_all_dim")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -176,12 +177,15 @@ def of_layers(config: HFConfig, kind: str) -> HFConfig:
     return HFConfig(config.path, values, config.prefix)
 
 
-def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> RopeArch:
+def rope(
+    config: HFConfig, dim: int, interleaved: bool, part: float = 1.0, *, mscale_alone: bool = False
+) -> RopeArch:
     """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` in older files: none, default, linear,
     llama3 or yarn.
 
     `dim`, of a head, and `interleaved` come from the family: most configs have no key for them. `part` of a
-    head's numbers are rotated where `partial_rotary_factor` says nothing else.
+    head's numbers are rotated where `partial_rotary_factor` says nothing else. `mscale_alone`: YaRN's
+    `mscale` counts without `mscale_all_dim`, as in DeepSeek's code, and not in that of other families.
     """
     name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
     section = config.section(name)
@@ -204,6 +208,9 @@ def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> Ro
     kind = section.get_str(kind_key, "default")
     if kind not in SCALINGS:
         raise section.unsupported(kind_key, ", ".join(SCALINGS))
+    if not mscale_alone and (section.has("attention_factor") or not all(map(section.raw, MSCALES))):
+        values = {key: value for key, value in section.values.items() if key not in MSCALES}
+        section = HFConfig(section.path, values, section.prefix)
     where = section if section.has("partial_rotary_factor") else config
     rotated = int(dim * where.get_float("partial_rotary_factor", part, above=0))
     where.require(
@@ -217,8 +224,19 @@ def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> Ro
 def _llama3(config: HFConfig, section: HFConfig) -> Llama3RopeArch:
     low, high = section.get_float("low_freq_factor", above=0), section.get_float("high_freq_factor", above=0)
     section.require(low < high, "high_freq_factor", f"more than low_freq_factor = {low:g}")
-    length = section.get_int("original_max_position_embeddings", at_least=1)
-    return Llama3RopeArch(section.get_float("factor", above=0), low, high, length)
+    return Llama3RopeArch(section.get_float("factor", above=0), low, high, _original_length(config, section))
+
+
+def _original_length(config: HFConfig, section: HFConfig) -> int:
+    """The positions before the scaling. As in transformers the config's own key comes before the section's,
+    and all positions stand for both."""
+    name = "original_max_position_embeddings"
+    source = next((source for source in (config, section) if source.has(name)), None)
+    return (
+        config.get_int("max_position_embeddings", at_least=1)
+        if source is None
+        else source.get_int(name, at_least=1)
+    )
 
 
 def _linear(config: HFConfig, section: HFConfig) -> LinearRopeArch:
@@ -226,6 +244,11 @@ def _linear(config: HFConfig, section: HFConfig) -> LinearRopeArch:
 
 
 def _yarn(config: HFConfig, section: HFConfig) -> YarnArch:
+    length = _original_length(config, section)
+    if "factor" in section.values and not section.has("factor"):  # null, as in transformers
+        section = section.with_default(
+            "factor", config.get_int("max_position_embeddings", at_least=1) / length
+        )
     factor = section.get_float("factor", above=0)
     mscale, all_dim = section.get_float("mscale", 1.0), section.get_float("mscale_all_dim", 0.0)
     gain = section.get_float("attention_factor", None, above=0)
@@ -236,10 +259,9 @@ def _yarn(config: HFConfig, section: HFConfig) -> YarnArch:
                 "attention_factor", "none together with mscale_all_dim, or with a factor of 1 or less"
             )
         mscale = (gain - 1) / (0.1 * math.log(factor))
-    length = section.get_int("original_max_position_embeddings", None, at_least=1)
     return YarnArch(
         factor=factor,
-        original_length=config.get_int("max_position_embeddings", at_least=1) if length is None else length,
+        original_length=length,
         beta_fast=section.get_float("beta_fast", 32.0, above=0),
         beta_slow=section.get_float("beta_slow", 1.0, above=0),
         mscale=mscale,
