@@ -20,7 +20,8 @@ from tests.server.test_tools import Server
 # What the published specification requires beside what OpenAI's library does.
 REQUIRED = (
     "completed_at", "presence_penalty", "frequency_penalty", "top_logprobs", "max_tool_calls", "service_tier", "safety_identifier",
-    "prompt_cache_key", "truncation", "usage", "previous_response_id", "instructions", "error", "incomplete_details", "reasoning", "background",
+    "prompt_cache_key", "truncation", "usage", "previous_response_id", "instructions", "error", "incomplete_details", "reasoning",
+    "background",
 )  # fmt: skip
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 MORE: dict[str, Any] = {

@@ -220,7 +220,7 @@ async def messages(request: Request, service: Served, body: MessagesRequest) -> 
             id,
             await create_generation(service, body.chat(offer), id, arrival, at_most=body.max_tokens),
             body.max_tokens,
-            frozenset(tool.name for tool in body.tools or [] if tool.eager_input_streaming),
+            frozenset(tool.name for tool in body.tools or [] if tool.name and tool.eager_input_streaming),
         )
     headers = answer.generation.headers
     if body.stream:
