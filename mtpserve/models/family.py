@@ -112,8 +112,8 @@ def as_stored(family: Family, arch: ModelArch, checkpoint: Checkpoint) -> ModelA
     both, with other numbers, as in transformers."""
     if not arch.tied_head:
         return arch
-    own = replace(arch, tied_head=False)
-    rules = [rule for rule in family.trunk_rules(own) if rule.target in ("embed.weight", "head.weight")]
+    untied = replace(arch, tied_head=False)
+    rules = [rule for rule in family.trunk_rules(untied) if rule.target in ("embed.weight", "head.weight")]
     parts = {
         rule.target: group
         for group in groups(checkpoint.tensors)
@@ -132,7 +132,7 @@ def as_stored(family: Family, arch: ModelArch, checkpoint: Checkpoint) -> ModelA
         head.main,
         embed.main,
     )
-    return own
+    return untied
 
 
 def gated(name: str, target: str) -> Names:

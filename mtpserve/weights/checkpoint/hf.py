@@ -80,11 +80,15 @@ def eos_ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for source in sources for token in _ids(source, vocab)))
 
 
-def all_eos_ids(config: HFConfig, known: tuple[int, ...], vocab: int, tokenizer: Path) -> tuple[int, ...]:
-    """Adds the tokenizer's end of text to the `known` ones: a chat's template may end turns with it alone.
+def all_eos_ids(
+    config: HFConfig, config_ids: tuple[int, ...], vocab: int, tokenizer: Path
+) -> tuple[int, ...]:
+    """Adds the tokenizer's end of text to `config_ids`: a chat's template may end turns with it alone.
     Raises LoadError if there is none at all."""
     token = tokenizer_eos(tokenizer)
-    ids = tuple(dict.fromkeys((*known, *writable((token,) if token is not None else (), vocab, tokenizer))))
+    ids = tuple(
+        dict.fromkeys((*config_ids, *writable((token,) if token is not None else (), vocab, tokenizer)))
+    )
     if ids:
         return ids
     raise LoadError(
@@ -118,7 +122,8 @@ def tokenizer_eos(directory: Path) -> int | None:
     """The id of the tokenizer's `eos_token`, from its files; None if it has none."""
     files = (directory / name for name in ("tokenizer_config.json", "special_tokens_map.json"))
     configs = [_read_object(file) for file in files if file.is_file()]
-    token = next((found for config in configs if (found := _text(config.raw("eos_token"))) is not None), None)
+    texts = (_text(config.raw("eos_token")) for config in configs)
+    token = next((text for text in texts if text is not None), None)
     if token is None:
         return None
     for config in configs:

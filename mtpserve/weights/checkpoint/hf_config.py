@@ -20,7 +20,6 @@ REQUIRED: Any = object()  # the default of a key that must be present; None is a
 SAME = (
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     ("num_experts_per_tok", "moe_k", "moe_top_k"),
-    ("num_nextn_predict_layers", "num_mtp_layers"),
 )
 OTHER_NAMES = {name: tuple(other for other in names if other != name) for names in SAME for name in names}
 

@@ -21,7 +21,7 @@ from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 
 log = logging.getLogger(__name__)
-COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
 FUSING = r"(?:eh_proj|enorm|hnorm|shared_head\.norm)\.weight"
 NUMBERED = re.compile(r"model\.layers\.(\d+)\." + FUSING)
 # Tensors that each layer has, with its number; all tensors with a number; the prefix of all that belongs to
@@ -77,8 +77,8 @@ def mtp_layers(names: Iterable[str], num_layers: int) -> MTPLayout | None:
 
 
 def with_mtp_layers(checkpoint: Checkpoint, num_layers: int) -> tuple[Checkpoint, MTPLayout | None]:
-    """As `mtp_layers`. A layer that no index names, in the directory's files, becomes a part of the
-    checkpoint: some tools write that layer on its own."""
+    """Returns the checkpoint and what `mtp_layers` finds in it. Some tools write such a layer to a file that
+    no index names: its tensors are added to the checkpoint."""
     if (layout := mtp_layers(checkpoint.tensors, num_layers)) is not None:
         return checkpoint, layout
     unlisted = checkpoint.unlisted()
