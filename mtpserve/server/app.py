@@ -32,6 +32,7 @@ from mtpserve.server.openai.objects import ChatObject, CompletionObject
 from mtpserve.server.openai.others import invocations, no_vectors
 from mtpserve.server.openai.responses import routes as responses
 from mtpserve.server.openai.responses.response_objects import (
+    CompactionObject,
     DeletedResponse,
     InputTokens,
     ItemList,
@@ -88,6 +89,7 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("DELETE", ("/v1/responses/{id}",), responses.delete, (DeletedResponse,)),
     ("GET", ("/v1/responses/{id}/input_items",), responses.input_items, (ItemList,)),
     ("POST", ("/v1/responses/input_tokens",), responses.count_input, (InputTokens,)),
+    ("POST", ("/v1/responses/compact",), responses.compact, (CompactionObject,)),
     ("POST", ("/v1/responses/{id}/cancel",), responses.cancel, (ResponseObject,)),
     ("POST", ("/v1/messages",), messages, (MessageObject,)),
     ("POST", ("/v1/messages/count_tokens",), count_tokens, (CountedTokens,)),
@@ -116,7 +118,9 @@ TAKEN = [
 BODIES = [(get_args(body) or (body,))[0] for body in TAKEN]  # the class alone where the body may be left out
 JSON_ANSWERS = [answer if isinstance(answer, tuple) else () for *_, answer in ROUTES]
 (*SCHEMAS, ERROR, ANTHROPIC_ERROR), COMPONENTS = described([*JSON_ANSWERS, (ErrorAnswer,), (AnthropicError,)])
-STREAMING = (completions, chat, generate, messages, responses.create, invocations)
+STREAMING = (
+    completions, chat, generate, messages, responses.create, responses.retrieve, invocations,
+)  # fmt: skip
 
 
 # Whose form a route has, by the package of its function: the document's tags.

@@ -106,7 +106,10 @@ def test_durations_are_measured_with_monotonic_clocks() -> None:
     events = "mtpserve/engine/pages/kv_events.py"
     assert dated == {
         events,
-        *(f"mtpserve/server/{file}.py" for file in ("openai/answer", "openai/responses/response_answer", "sglang/loads", "app")),
+        *(
+            f"mtpserve/server/{file}.py"
+            for file in ("openai/answer", "openai/responses/response_answer", "openai/responses/routes", "sglang/loads", "app")
+        ),
     }
     calls = [
         f"{name(file)}:{node.lineno}"

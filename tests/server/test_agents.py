@@ -35,7 +35,7 @@ CODEX: dict[str, Any] = {
     "parallel_tool_calls": True,
     "reasoning": {"effort": "high", "summary": "auto"},
     "text": {"verbosity": "low"},
-    "include": ["reasoning.encrypted_content"],
+    "include": ["reasoning.encrypted_content", "web_search_call.results"],
     "store": False,
     "stream": True,
     "prompt_cache_key": "01a1",
@@ -129,7 +129,7 @@ def test_what_is_left_out_is_told_once(tokenizer: Tokenizer, caplog: pytest.LogC
         post(server, RESPONSES, **CODEX, input="hello")
         post(server, MESSAGES, **CLAUDE, messages=[{"role": "user", "content": "hello"}])
     told = [record.getMessage() for record in caplog.records]
-    for kind in ("web_search", "custom", "tool_search", "reasoning.encrypted_content", "web_search_20250305", "bash_20250124"):
+    for kind in ("web_search", "custom", "tool_search", "web_search_call.results", "web_search_20250305", "bash_20250124"):
         assert len([line for line in told if repr(kind) in line]) == 1, told
     for number in range(2 * bodies.MAX_SAID):
         bodies.say_once(str(number))

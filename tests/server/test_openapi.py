@@ -39,7 +39,8 @@ BEYOND = {
     r"is not JSON|must be a JSON object": "JSON inside of a string",
     r"min_(new_)?tokens must be at most|best_of": "two numbers compared",
     r"one for each of|must be the same for all prompts|needs return_logprob": "lists as long as the list of prompts",
-    r"needs a last message of role assistant|need their tool_result blocks|No tool call found": "an item by its place in a list",
+    r"needs a last message of role assistant|need their tool_result blocks": "an item by its place in a list",
+    r"No tool call found|Item with id": "an item that names another one",
 }
 EXAMPLES, SEED = 10 if selection.ALL else 2, 1
 # What takes what completions and chat completions take; and what needs a folder that the server was started with.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -141,7 +142,7 @@ def test_what_is_wrong_is_named(http: httpx.AsyncClient, client: FakeClient, fie
 
 
 def test_what_is_kept_is_bounded() -> None:
-    response: Any = None  # whatever it is
+    response: Any = SimpleNamespace(output=[])
     store, short = ResponseStore(), Stored(response, [ChatMessage(role="user", content="a")], [])
     for number in range(MAX_RESPONSES + 5):
         store.put(str(number), short)

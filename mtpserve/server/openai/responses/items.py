@@ -7,7 +7,7 @@ Both are all that came before and the request's own input, instructions left out
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,10 +15,10 @@ from msgspec import UNSET
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.chat.conversation import ChatMessage, TextPart, json_text
-from mtpserve.server.http.errors import SHORT
+from mtpserve.server.http.errors import SHORT, NotStored
 from mtpserve.server.openai.responses import response_objects as objects
 from mtpserve.server.openai.responses.response_input import InputItem, known_items, messages_of
-from mtpserve.server.openai.responses.store import Stored
+from mtpserve.server.openai.responses.store import ResponseStore, Stored
 
 Order = Literal["asc", "desc"]
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
@@ -30,9 +30,23 @@ class ResponseInput:
     items: list[objects.ListedItem]
 
 
-def response_input(before: Stored | None, new_input: str | list[InputItem]) -> ResponseInput:
-    """`before`: the response that this one goes on from. Raises InvalidRequest."""
-    new_items = known_items(new_input)
+def response_input(
+    before: Stored | None, new_input: str | list[InputItem], stores: Sequence[ResponseStore]
+) -> ResponseInput:
+    """`before`: the response that this one goes on from. `stores` have the items that the input refers to.
+    Raises InvalidRequest."""
+
+    def find(id: str, place: str) -> objects.ListedItem:
+        for store in stores:
+            if (item := store.item(id)) is not None:
+                return as_input_item(item)
+        raise NotStored(
+            f"{place}: Item with id {SHORT.repr(id)} not found. Items are not kept if `store` is false, and "
+            "old ones give way to new ones: send the item itself",
+            "input",
+        )
+
+    new_items = known_items(new_input, find)
     history = [] if before is None else [*before.items, *map(as_input_item, before.object.output)]
     conversation = [*([] if before is None else before.conversation), *messages_of(new_items)]
     check_calls(conversation)
@@ -93,7 +107,7 @@ def texts(content: str | Iterable[TextPart] | None) -> list[str]:
     return [part.in_words() for part in content or []]
 
 
-def as_input_item(item: objects.AnyItem) -> objects.ListedItem:
+def as_input_item(item: objects.AnyItem | objects.ListedItem) -> objects.ListedItem:
     """An item of an answer, as the input of the next one."""
     if isinstance(item, objects.MessageItem):
         return objects.ListedMessage(item.id, item.status, item.role, [*item.content])

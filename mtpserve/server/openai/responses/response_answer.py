@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass, field
 from time import time
 from typing import Any
 
@@ -21,9 +20,9 @@ from mtpserve.server.http.errors import describe, renamed
 from mtpserve.server.openai.responses import response_objects as objects
 from mtpserve.server.openai.responses.items import ResponseInput
 from mtpserve.server.openai.responses.response_body import RENAMED, ResponsesRequest
+from mtpserve.server.openai.responses.response_events import EventWriter
+from mtpserve.server.openai.responses.response_input import SEAL
 from mtpserve.server.openai.responses.store import ResponseStore, Stored
-
-EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 
 Members = dict[str, tuple[str, str]]  # as Offer has them
 
@@ -84,7 +83,10 @@ class ResponseAnswer:
     def item(self, index: int) -> objects.AnyItem:
         """Returns an item. Only the last one can have been cut off."""
         whole = self.status in ("completed", "in_progress") or index < len(self.choice.blocks) - 1
-        return item(self.choice.blocks[index], "completed" if whole else "incomplete", self.members)
+        written = item(self.choice.blocks[index], "completed" if whole else "incomplete", self.members)
+        if isinstance(written, objects.ReasoningItem) and self.body.includes_sealed_reasoning:
+            return structs.replace(written, encrypted_content=SEAL + written.content[0].text)
+        return written
 
     def object(self) -> objects.ResponseObject:
         body, choice, going_on = self.body, self.choice, self.status == "in_progress"
@@ -153,10 +155,6 @@ def assistant_message(choice: Choice) -> ChatMessage:
     )
 
 
-def content_part(block: Block) -> objects.OutputText | objects.ReasoningText:
-    return objects.OutputText(block.text) if block.kind == "text" else objects.ReasoningText(block.text)
-
-
 def item(block: Block, status: objects.Status, members: Members) -> objects.AnyItem:
     id = item_id(block)
     match block.kind:
@@ -175,90 +173,51 @@ def item_id(block: Block) -> str:
     return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.id
 
 
-def opening_item(block: Block, members: Members) -> objects.AnyItem:
-    """The item before it has any text."""
-    empty = item(replace(block, text=""), "in_progress", members)
-    return empty if isinstance(empty, objects.CallItem) else structs.replace(empty, content=[])
-
-
-class EventWriter:
-    """OpenAI's events, numbered. Items open and close one after the other."""
+class AnswerWriter(EventWriter):
+    """The events of an answer while it grows."""
 
     def __init__(self, answer: ResponseAnswer) -> None:
+        super().__init__(answer.stream_id)
         self.answer = answer
         self.opened = 0
-        self._numbers = count()
-
-    def event(self, kind: str, **more: Any) -> objects.ResponseEvent:
-        return objects.ResponseEvent(
-            f"response.{kind}", next(self._numbers), stream_id=self.answer.stream_id, **more
-        )
-
-    def location(self, index: int) -> dict[str, Any]:
-        block = self.answer.choice.blocks[index]
-        where = {"item_id": item_id(block), "output_index": index}
-        return where if block.kind == "call" else where | {"content_index": 0}
-
-    def opening_events(self) -> list[objects.ResponseEvent]:
-        empty = self.answer.object()
-        return [self.event("created", response=empty), self.event("in_progress", response=empty)]
 
     def step_events(self, step: StepOutput) -> Iterator[objects.ResponseEvent]:
         self.answer.generation.add(step)
         if self.answer.only_prompt:
             return
         for index, block in self.answer.choice.unfinished_blocks(self.opened):
+            growing = item(block, "in_progress", self.answer.members)
             if index == self.opened:
                 yield from self.closing_events()
                 self.opened += 1
-                item = opening_item(block, self.answer.members)
-                yield self.event("output_item.added", output_index=index, item=item)
-                if block.kind != "call":
-                    empty = content_part(Block(block.kind))
-                    yield self.event("content_part.added", **self.location(index), part=empty)
+                yield from self.item_opened(index, growing)
             if text := block.take():
-                more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-                yield self.event(f"{EVENTS[block.kind]}.delta", **self.location(index), delta=text, **more)
+                yield from self.text_added(index, growing, text)
 
     def closing_events(self) -> Iterator[objects.ResponseEvent]:
         """What ends the item that is open, if one is."""
-        if not self.opened:
-            return
-        index = self.opened - 1
-        block, location = self.answer.choice.blocks[index], self.location(index)
-        match block.kind:
-            case "call":
-                _, name = self.answer.members.get(block.name, ("", block.name))
-                yield self.event("function_call_arguments.done", **location, name=name, arguments=block.text)
-            case "text":
-                yield self.event("output_text.done", **location, text=block.text, logprobs=[])
-            case "reasoning":
-                yield self.event("reasoning_text.done", **location, text=block.text)
-        if block.kind != "call":
-            yield self.event("content_part.done", **location, part=content_part(block))
-        yield self.event("output_item.done", output_index=index, item=self.answer.item(index))
+        if self.opened:
+            yield from self.item_closed(self.opened - 1, self.answer.item(self.opened - 1))
 
 
 async def events(answer: ResponseAnswer) -> AsyncGenerator[list[objects.ResponseEvent], None]:
     """A request that is refused before its first token gets a status code instead."""
-    writer, started = EventWriter(answer), False
+    writer, started = AnswerWriter(answer), False
     with renamed(RENAMED):  # the engine may refuse what the route could not see
         try:
             async with contextlib.aclosing(answer.generation.stream()) as batches:
                 async for steps in batches:
-                    opening = [] if started else writer.opening_events()
+                    opening = [] if started else writer.opening_events(answer.object())
                     started = True
                     if batch := [*opening, *(event for step in steps for event in writer.step_events(step))]:
                         yield batch
             answer.finished()
-            # The API has no event of its own for one that was cancelled.
-            end = "completed" if answer.status == "completed" else "incomplete"
-            yield [*writer.closing_events(), writer.event(end, response=answer.object())]
+            yield [*writer.closing_events(), writer.closing_event(answer.object())]
         except MTPServeError as error:
             answer.failed(error)
             if not started:
                 raise
-            yield [writer.event("failed", response=answer.object())]
+            yield [writer.closing_event(answer.object())]
         finally:
             if answer.status == "in_progress":
                 answer.finished()

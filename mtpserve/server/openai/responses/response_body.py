@@ -24,11 +24,11 @@ RENAMED = {
     "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text",
     "reasoning_effort": "reasoning", ".function": "",
 }  # fmt: skip
-# Accepted, and never included: reasoning is not encrypted here, and the others are of tools that other
-# servers run.
+SEALED_REASONING = "reasoning.encrypted_content"
+# Accepted, and never included: they are of tools that other servers run.
 NOTHING_TO_INCLUDE = frozenset(
     {
-        "reasoning.encrypted_content", "code_interpreter_call.outputs",
+        "code_interpreter_call.outputs",
         "computer_call_output.output.image_url", "file_search_call.results",
         "message.input_image.image_url", "web_search_call.action.sources", "web_search_call.results",
     }
@@ -149,7 +149,7 @@ class ResponsesRequest(InputTokensRequest, SamplingFields):
     shapes: ClassVar[dict[str, Schema]] = {
         "input": {"minLength": 1, "minItems": 1},
         "max_output_tokens": CLAMPED_TOKENS,
-        "include": {"items": {"enum": sorted(NOTHING_TO_INCLUDE)}},
+        "include": {"items": {"enum": sorted({SEALED_REASONING, *NOTHING_TO_INCLUDE})}},
         "structured_outputs": forms.STRUCTURED_OUTPUTS,
     }
     rules: ClassVar[tuple[Schema, ...]] = (needs("stream_options", "stream"),)
@@ -173,6 +173,10 @@ class ResponsesRequest(InputTokensRequest, SamplingFields):
     def needs_input(self) -> bool:
         return True
 
+    @property
+    def includes_sealed_reasoning(self) -> bool:
+        return SEALED_REASONING in (self.include or [])
+
     def check(self) -> None:
         if self.needs_input and not self.input:
             raise InvalidRequest("input is empty", "input")
@@ -180,9 +184,10 @@ class ResponsesRequest(InputTokensRequest, SamplingFields):
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         InputTokensRequest.check(self)
         for name in self.include or []:
-            if name not in NOTHING_TO_INCLUDE:
+            if name in NOTHING_TO_INCLUDE:
+                say_once(f"include {name!r}")
+            elif name != SEALED_REASONING:
                 raise Unsupported(f"include {SHORT.repr(name)} is not supported: leave it out", "include")
-            say_once(f"include {name!r}")
 
     def chat(self, conversation: list[ChatMessage], offer: Offer) -> ChatRequest:
         names = ("stream", "include_reasoning", "structured_outputs", "timeout", *SamplingFields.model_fields)

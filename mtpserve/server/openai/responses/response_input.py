@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from mtpserve.core.errors import InvalidRequest
@@ -27,6 +28,8 @@ CONTENT = "a string or a list of parts like {'type': 'input_text', 'text': ...}"
 TEXTS = ("input_text", "output_text", "text")
 THOUGHTS = ("reasoning_text", "text")
 CALL = ("call_id", "name")
+# In front of the `encrypted_content` that this server wrote: other servers' is encrypted for them alone.
+SEAL = "mtpserve:"
 KINDS = ("message", "reasoning", "function_call", "function_call_output")
 PARTS: TypeAdapter[str | TextParts] = TypeAdapter(str | TextParts)
 
@@ -48,6 +51,13 @@ def message(role: Schema, content: Schema) -> Schema:
     }
 
 
+REFERENCE: Schema = {  # without a type: OpenAI's shortest form
+    "required": ["id"],
+    "properties": {"id": forms.STRING},
+    "not": {"anyOf": [{"required": [name]} for name in ("type", "role", "content")]},
+}
+
+
 class InputItem(Strict):
     """A message, the reasoning in front of the assistant's next one, a call that the assistant made, or what
     came of it. Items of other kinds, from other servers' answers, keep their fields for `as_known`."""
@@ -67,6 +77,7 @@ class InputItem(Strict):
                     {"call_id": forms.STRING, "output": parts(TEXTS, forms.other_part(*TEXTS))},
                     ("call_id", "output"),
                 ),
+                REFERENCE,
                 forms.other_part(*KINDS),
             ]
         },
@@ -82,18 +93,51 @@ class InputItem(Strict):
     arguments: Any = None
     output: Any = None
 
+    @property
+    def is_reference(self) -> bool:
+        """True if it stands for a stored item, whose `id` it has."""
+        untyped = self.id is not None and not self.model_fields_set & {"type", "role", "content"}
+        return untyped or self.type == "item_reference"
 
+
+ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+Find = Callable[[str, str], Any]  # an item's id and its place in the body → the stored item; raises NotStored
 Input = Annotated[
     str | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_MESSAGES)],
     either(f"a string or a list of at most {MAX_MESSAGES} items"),
 ]
 
 
-def known_items(new_input: str | Sequence[InputItem]) -> list[InputItem]:
-    """Returns the input as items of KINDS. Raises InvalidRequest."""
+def known_items(new_input: str | Sequence[InputItem], find: Find) -> list[InputItem]:
+    """Returns the input as items of KINDS. Raises InvalidRequest, NotStored."""
     if isinstance(new_input, str):
         return [InputItem(role="user", content=new_input)]
-    return [as_known(item, f"input[{index}]") for index, item in enumerate(new_input)]
+    items: list[InputItem] = []
+    for index, item in enumerate(new_input):
+        place = f"input[{index}]"
+        if item.is_reference:
+            items.append(InputItem.model_validate(msgspec.to_builtins(find(item.id or "", place))))
+        elif item.type == "compaction" and (text := unsealed(item)) is not None:
+            items += compacted(text, place)
+        else:
+            items.append(as_known(item, place))
+    return items
+
+
+def unsealed(item: InputItem) -> str | None:
+    """Returns the text of `encrypted_content` that this server wrote; None if it did not."""
+    sealed = (item.model_extra or {}).get("encrypted_content")
+    return sealed.removeprefix(SEAL) if isinstance(sealed, str) and sealed.startswith(SEAL) else None
+
+
+def compacted(text: str, place: str) -> list[InputItem]:
+    """Returns the items of a compaction. Raises InvalidRequest."""
+    try:
+        items = ITEMS.validate_json(text)
+    except ValidationError as error:
+        where = f"{place}.encrypted_content"
+        raise InvalidRequest(f"{where} is not as this server wrote it", "input") from error
+    return [as_known(item, place) for item in items]
 
 
 def as_known(item: InputItem, place: str) -> InputItem:
@@ -102,6 +146,8 @@ def as_known(item: InputItem, place: str) -> InputItem:
     fields = item.model_extra or {}
     if item.type == "function_call_output":
         return item.model_copy(update={"output": written(item, place)})
+    if item.type == "reasoning" and not item.content:
+        return item.model_copy(update={"content": unsealed(item)})
     if item.type in KINDS:
         return item
     if item.call_id is not None and item.type.endswith("_call"):

@@ -33,6 +33,7 @@ class ReasoningItem(Rendered, tag_field="type", tag="reasoning"):
     status: Status
     summary: list[str]  # empty: reasoning is told in full
     content: list[ReasoningText]
+    encrypted_content: str | UnsetType = UNSET  # where the request includes it; it is not encrypted
 
 
 class CallItem(Rendered, tag_field="type", tag="function_call", kw_only=True):
@@ -74,6 +75,19 @@ class ItemList(Rendered):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class CompactionItem(Rendered, tag_field="type", tag="compaction"):
+    id: str
+    encrypted_content: str
+
+
+class CompactionObject(Rendered):
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[CompactionItem]
+    usage: ResponseUsage
 
 
 class InputTokens(Rendered):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from time import perf_counter
+from collections.abc import AsyncGenerator
+from time import perf_counter, time
 from typing import Annotated
 
+import msgspec
 from fastapi import Query
 from msgspec.structs import replace
 from starlette.requests import Request
@@ -20,11 +23,23 @@ from mtpserve.server.http.sse import NamedEventStream, unless_gone
 from mtpserve.server.openai.responses.items import Order, page, response_input
 from mtpserve.server.openai.responses.response_answer import events
 from mtpserve.server.openai.responses.response_body import RENAMED, InputTokensRequest, ResponsesRequest
-from mtpserve.server.openai.responses.response_objects import DeletedResponse, InputTokens
+from mtpserve.server.openai.responses.response_events import replayed
+from mtpserve.server.openai.responses.response_input import SEAL
+from mtpserve.server.openai.responses.response_objects import (
+    CompactionItem,
+    CompactionObject,
+    DeletedResponse,
+    InputDetails,
+    InputTokens,
+    OutputDetails,
+    ResponseEvent,
+    ResponseUsage,
+)
 from mtpserve.server.openai.responses.start import before_of, create_response
 from mtpserve.server.openai.responses.store import ResponseStore
 
 MAX_PAGE = 100
+POLL = 0.05  # seconds between two looks at a response that is being written
 
 
 def store_of(request: Request) -> ResponseStore:
@@ -37,7 +52,8 @@ async def create(request: Request, service: Served, body: ResponsesRequest) -> R
     arrival = perf_counter()
     stores = [store_of(request)]
     before, id = before_of(body, stores), f"resp_{uuid.uuid4().hex}"
-    answer = await create_response(service, body, id, before, [] if body.store is False else stores, arrival)
+    keepers = [] if body.store is False else stores
+    answer = await create_response(service, body, id, before, keepers, stores, arrival)
     headers = answer.generation.headers
     if body.stream:
         return NamedEventStream(events(answer), service.server_config.sse_keep_alive_interval, headers)
@@ -53,9 +69,27 @@ async def create(request: Request, service: Served, body: ResponsesRequest) -> R
     return JSON(answer.object(), headers=headers)
 
 
-async def retrieve(request: Request, id: str) -> Response:
-    """A response that is kept, or one that is still being written."""
-    return JSON(store_of(request).get(id, "response_id").object)
+async def retrieve(
+    request: Request,
+    service: Served,
+    id: str,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0)] = None,
+) -> Response:
+    """A response that is kept, or one that is still being written. `stream`: as its events, behind the one
+    with number `starting_after`, once it is written."""
+    store = store_of(request)
+    response = store.get(id, "response_id").object
+    if not stream:
+        return JSON(response)
+
+    async def replay() -> AsyncGenerator[list[ResponseEvent], None]:
+        while (written := store.get(id, "response_id").object).status == "in_progress":
+            await asyncio.sleep(POLL)
+        first = 0 if starting_after is None else starting_after + 1
+        yield [event for event in replayed(written) if event.sequence_number >= first]
+
+    return NamedEventStream(replay(), service.server_config.sse_keep_alive_interval)
 
 
 async def input_items(
@@ -75,13 +109,28 @@ async def count_input(request: Request, service: Served, body: InputTokensReques
     """The tokens that such a request has as a prompt."""
     service.check_model(body.model)
     body.check()
-    before, offer = before_of(body, [store_of(request)]), body.offer()
+    stores, offer = [store_of(request)], body.offer()
+    before = before_of(body, stores)
     with renamed(RENAMED | offer.places):
-        chat = body.chat(response_input(before, body.input or []).conversation, offer)
+        chat = body.chat(response_input(before, body.input or [], stores).conversation, offer)
         tokens = await service.encode_chat(
             await render_prompt(service, chat, tool_use_of(service, chat, prompt_only=True))
         )
     return JSON(InputTokens("response.input_tokens", len(tokens)))
+
+
+async def compact(request: Request, service: Served, body: InputTokensRequest) -> Response:
+    """A conversation as one item, which takes its place in an input. Nothing is left out of it, and nothing
+    is computed."""
+    service.check_model(body.model)
+    body.check()
+    stores = [store_of(request)]
+    with renamed(RENAMED):
+        items = response_input(before_of(body, stores), body.input or [], stores).items
+    item = CompactionItem(f"cmp_{uuid.uuid4().hex}", SEAL + msgspec.json.encode(items).decode())
+    usage = ResponseUsage(0, InputDetails(0), 0, OutputDetails(0), 0)
+    id = f"resp_{uuid.uuid4().hex}"
+    return JSON(CompactionObject(id, "response.compaction", int(time()), [item], usage))
 
 
 async def cancel(request: Request, service: Served, id: str) -> Response:

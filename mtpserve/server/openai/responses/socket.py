@@ -173,9 +173,10 @@ class Connection:
     async def _write(self, event: CreateEvent, id: str, stream_id: str | UnsetType, arrival: float) -> None:
         body = event.model_copy(update={"stream": True})
         stores = [self.connection_store] if body.store is False else [self.connection_store, self.shared]
-        before = before_of(body, [self.connection_store, self.shared])
+        sources = [self.connection_store, self.shared]
+        before = before_of(body, sources)
         answer = await create_response(
-            self.service, body, id, before, stores, arrival, only_prompt=event.only_prompt
+            self.service, body, id, before, stores, sources, arrival, only_prompt=event.only_prompt
         )
         answer.stream_id = stream_id
         async with contextlib.aclosing(events(answer)) as batches:

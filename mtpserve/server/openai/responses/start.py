@@ -33,17 +33,19 @@ async def create_response(
     id: str,
     before: Stored | None,
     stores: Sequence[ResponseStore],
+    sources: Sequence[ResponseStore],
     arrival: float,
     *,
     only_prompt: bool = False,
 ) -> ResponseAnswer:
     """A response that the engine has yet to be asked for; all checks of the request are made here. `stores`
-    keep it. `only_prompt`: its prompt is computed, and nothing is written."""
+    keep it; `sources` have the items that its input refers to. `only_prompt`: its prompt is computed, and
+    nothing is written."""
     service.check_alive()
     body.check()
     offer = body.offer()
     with renamed(RENAMED | offer.places):
-        conversation_input = response_input(before, body.input)
+        conversation_input = response_input(before, body.input, sources)
         chat = body.chat(conversation_input.conversation, offer)
         if only_prompt:  # the engine computes a token for every prompt, which is then left out
             chat = chat.model_copy(update={"max_tokens": 1, "min_tokens": None})

@@ -3,13 +3,15 @@ server."""
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from mtpserve.server.chat.conversation import ChatMessage
 from mtpserve.server.http.errors import NotStored
-from mtpserve.server.openai.responses.response_objects import ListedItem, ResponseObject
+from mtpserve.server.openai.responses.response_objects import AnyItem, ListedItem, ResponseObject
 
+RANDOM = re.compile(r"[a-z]{2,4}_[0-9a-f]{32}")  # an id that this server made
 MAX_RESPONSES = 1024
 MAX_CHARACTERS = 32 << 20
 
@@ -22,6 +24,11 @@ class Stored:
     object: ResponseObject
     conversation: list[ChatMessage]
     items: list[ListedItem]  # what it was made from, which is the same without its own output
+
+    def item_ids(self) -> set[str]:
+        """Returns the items' ids that nobody can guess: not those that clients gave them."""
+        ids = {item.id for item in (*self.object.output, *self.items)}
+        return {id for id in ids if RANDOM.fullmatch(id)}
 
     @property
     def characters(self) -> int:
@@ -37,11 +44,14 @@ class ResponseStore:
     characters: int = MAX_CHARACTERS  # the sum over all conversations
     _by_id: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
     _characters: int = 0
+    _holders: dict[str, set[str]] = field(default_factory=dict)  # responses by the ids of their items
 
     def put(self, id: str, stored: Stored) -> None:
         """Stores a response, also in place of the one with this id."""
         self._drop(id)
         self._by_id[id] = stored
+        for item_id in stored.item_ids():
+            self._holders.setdefault(item_id, set()).add(id)
         self._characters += stored.characters
         while len(self._by_id) > self.responses or (
             self._characters > self.characters and len(self._by_id) > 1
@@ -59,10 +69,23 @@ class ResponseStore:
             )
         return self._by_id[id]
 
+    def item(self, id: str) -> ListedItem | AnyItem | None:
+        """Returns the item with this id, of any response; None if there is none."""
+        for holder in self._holders.get(id, ()):
+            stored = self._by_id[holder]
+            return next(item for item in (*stored.object.output, *stored.items) if item.id == id)
+        return None
+
     def delete(self, id: str) -> None:
         self.get(id, "response_id")
         self._drop(id)
 
     def _drop(self, id: str) -> None:
         stored = self._by_id.pop(id, None)
-        self._characters -= 0 if stored is None else stored.characters
+        if stored is None:
+            return
+        self._characters -= stored.characters
+        for item_id in stored.item_ids():
+            self._holders[item_id].discard(id)
+            if not self._holders[item_id]:
+                del self._holders[item_id]
