@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
-from time import time
+from time import perf_counter, time
 from typing import Any
 
 from msgspec import UNSET, UnsetType, structs
@@ -72,7 +72,8 @@ class ResponseAnswer:
             None: "cancelled",
         }
         self.status = endings.get(self.choice.finish, "completed")
-        self.completed = int(time()) if self.status == "completed" else None
+        if self.status == "completed":
+            self.completed = self.created + int(perf_counter() - self.generation.arrival)
         self.keep()
 
     def failed(self, error: MTPServeError) -> None:
