@@ -9,16 +9,20 @@ option. An unknown option or a wrong value is a ConfigError of one line.
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from mtpserve.cli.peers import INSTEAD
+from mtpserve.cli.peers import INSTEAD, UNUSED_KEYS
 from mtpserve.config import ENGINE_SECTIONS, SECTIONS, EngineConfig, ServerConfig
 from mtpserve.config.spec import NONE
 from mtpserve.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 Values = dict[str, object]  # field name → value, for the fields that were given
 Sections = Mapping[str, Callable[..., Any]]
@@ -186,7 +190,7 @@ def add_options(
     both.add_argument(
         "--speculative-config",
         metavar="JSON",
-        help=f"an object with {', '.join(SPECULATIVE_KEYS)}; null: none",
+        help=f"an object with {', '.join(SPECULATIVE_KEYS)}; null: none; {{}}: as the model has it",
     )
 
 
@@ -271,21 +275,28 @@ def merge(values: Values, more: Values) -> None:
 
 
 def speculative(value: object, options: Mapping[str, Option]) -> Values:
-    """`{"method": "mtp", "num_speculative_tokens": 3}`, as text or parsed. null and {} turn speculation
-    off."""
+    """`{"method": "mtp", "num_speculative_tokens": 3}`, as text or parsed. null turns speculation off; {}
+    leaves it to the model, as no option does."""
     if isinstance(value, str):
-        import json
-
         try:
             value = json.loads(value)
         except ValueError as error:
             raise ConfigError(f"--speculative-config is not JSON: {error}") from error
-    if value is None or value == {}:
+    if value is None:
         return {"speculative_algorithm": NONE}
     if not isinstance(value, dict):
         raise ConfigError(f"--speculative-config must be a JSON object, got {value!r}")
-    for key in value:
-        if key not in SPECULATIVE_KEYS:
+    values: Values = {}
+    for key, inner in value.items():
+        if key in SPECULATIVE_KEYS:
+            name = SPECULATIVE_KEYS[key]
+            merge(values, {name: options[name].read(inner)})
+        elif key not in UNUSED_KEYS:
             advice = INSTEAD.get(dashed(str(key)), f"accepted: {', '.join(SPECULATIVE_KEYS)}")
             raise ConfigError(f"unknown key {key!r} in --speculative-config; {advice}")
-    return {SPECULATIVE_KEYS[key]: options[SPECULATIVE_KEYS[key]].read(inner) for key, inner in value.items()}
+        elif (unused := UNUSED_KEYS[key]) is not None and inner not in unused:
+            allowed = " or ".join(json.dumps(one) for one in unused)
+            raise ConfigError(f"{key!r} in --speculative-config must be {allowed}, got {inner!r}")
+        else:
+            log.warning("--speculative-config: %r changes nothing here, and is left out", key)
+    return values

@@ -131,5 +131,17 @@ ADVICE = {  # names of one advice with blanks between them
     "uvicorn-log-level": "use --log-level",
     "warmups": f"a few tokens are always computed before the server is ready: {LEAVE}",
 }
+# Keys of vLLM's --speculative-config that say how drafts are computed, and change no text; with the values of
+# which that is true, where it is not true of all. Published commands have them.
+UNUSED_KEYS: dict[str, tuple[object, ...] | None] = {
+    "disable_padded_drafter_batch": None,
+    "draft_tensor_parallel_size": None,
+    "enforce_eager": None,
+    "max_model_len": None,
+    "prompt_lookup_max": None,
+    "prompt_lookup_min": None,
+    "quantization": (None,),
+    "rejection_sample_method": (None, "strict"),
+}
 INSTEAD = {name: advice for names, advice in ADVICE.items() for name in names.split()}
 SHORT = {"-dp": "--dp", "-ep": "--ep", "-pp": "--pp", "-sc": "--speculative-config", "-tp": "--tp"}  # vLLM's

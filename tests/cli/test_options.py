@@ -120,6 +120,16 @@ def test_what_peers_call_otherwise_has_no_option_here() -> None:
     assert set(SHORT.values()) <= {f"--{spelling}" for spelling in known | {"speculative-config"}}
 
 
+def test_keys_of_published_configs_that_change_no_text_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    keys: dict[str, object] = {"quantization": None, "enforce_eager": True, "disable_padded_drafter_batch": False, "max_model_len": 2048}
+    keys |= {"draft_tensor_parallel_size": 1, "rejection_sample_method": "strict", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    config = {"method": "mtp", "num_speculative_tokens": 2}
+    assert parse("-sc", json.dumps(config | keys)).engine.spec == parse("-sc", json.dumps(config)).engine.spec
+    assert [record.getMessage() for record in caplog.records] == [
+        f"--speculative-config: {key!r} changes nothing here, and is left out" for key in keys
+    ]
+
+
 @pytest.mark.parametrize("arguments", [
     ["--speculative-config.method", "mtp", "--speculative-config.num_speculative_tokens", "2"],
     ["-sc.method=mtp", "--speculative_config.num_speculative_tokens=2"],
@@ -154,11 +164,14 @@ def test_unique_beginnings_count() -> None:
         (["--mem-fraction-static", "nan"], ["--mem-fraction-static"]),
         (["--speculative-num-steps", "3", "--speculative-algorithm", "none"], ["--speculative-num-steps", "--speculative-algorithm none"]),
         (["--speculative-config", "null", "--speculative-num-steps", "3"], ["--speculative-num-steps", "--speculative-algorithm none"]),
-        (["--speculative-config", "{}", "--speculative-algorithm", "MTP"], ["twice", "none", "MTP"]),
+        (["--speculative-config", "null", "--speculative-algorithm", "MTP"], ["twice", "none", "MTP"]),
+        (["--speculative-config", '{"quantization":"fp8"}'], ["'quantization' in --speculative-config must be null", "got 'fp8'"]),
+        (["-sc", '{"rejection_sample_method":"synthetic"}'], ["'rejection_sample_method'", 'null or "strict"', "'synthetic'"]),
+        (["-sc", '{"disable_by_batch_size":8,"speculative_disable_by_batch_size":9}'], ["given twice: 8 and 9"]),
         (["--speculative-algorithm", "LOOKAHEAD"], ["LOOKAHEAD", "NEXTN"]),
         (["--speculative-algorithm", "MEDUSA"], ["--speculative-draft-model-path must be the draft model of MEDUSA, got None"]),
         (["--speculative-config", '{"method":"draft_model"}'], ["--speculative-draft-model-path must be the draft model of draft_model"]),
-        (["--speculative-config", '{"method":"ngram","prompt_lookup_max":4}'], ["'prompt_lookup_max'", "leave it out"]),
+        (["--speculative-config", '{"method":"suffix"}'], ["suffix", "NGRAM"]),
         (["--speculative-config", '{"method":"eagle3","speculative_token_tree":"[(0,)]"}'], ["--speculative-eagle-topk"]),
         (["--speculative-algorithm", "MTP", "--speculative-num-steps", "8"], ["--speculative-num-steps", "8"]),
         (["--speculative-config", "{"], ["--speculative-config", "JSON"]),
@@ -343,7 +356,7 @@ def test_short_spellings_of_vllm() -> None:
         (["--speculative-algorithm", "AUTO"], False, []),
         (["--speculative-algorithm", "None"], True, []),
         (["--speculative-config", "null"], True, []),
-        (["--speculative-config", "{}"], True, []),
+        (["--speculative-config", "{}"], False, []),
         (["--speculative-config", '{"num_speculative_tokens": 2}'], False, []),
         (["--speculative-config", '{"method": "ngram"}'], True, ["NGRAM"]),
     ],
@@ -354,7 +367,8 @@ def test_speculation_may_be_left_to_the_model_or_turned_off(arguments: list[str]
 
 
 def test_a_config_file_may_turn_speculation_off(tmp_path: Path) -> None:
-    for text in ("speculative-config: null", "speculative-config: {}", "spec: {speculative-algorithm: none}"):
+    assert not from_yaml(tmp_path, "speculative-config: {}").engine.spec.named
+    for text in ("speculative-config: null", "spec: {speculative-algorithm: none}"):
         assert from_yaml(tmp_path, text).engine.spec.named
     assert not from_yaml(tmp_path, "speculative-algorithm: null").engine.spec.named
     assert not from_yaml(tmp_path, "speculative-algorithm: NGRAM", "--speculative-algorithm", "auto").engine.spec.named
