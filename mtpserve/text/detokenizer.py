@@ -6,13 +6,13 @@ therefore decoded by itself, and tokens after the one that completes a stop stri
 counted.
 
     "…text that was returned" │ "text that may become a stop string" │ tokens that end inside a character
-                              └────── held back: self._text ────────┘ └──── held back: self._pending ────┘
+                              └────── held back: self._stops ───────┘ └──── held back: self._pending ────┘
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -32,6 +32,56 @@ class TextDelta(NamedTuple):
     stopped: bool  # a stop string or a stop token was met: the text is complete, push no more
 
 
+class Stops(Protocol):
+    """Finds where stop strings end a text. `matched`: the one that did."""
+
+    matched: str | None
+
+    def may_match(self, text: str) -> bool:
+        """False only if no stop string can end in this next text."""
+        ...
+
+    def feed(self, text: str) -> str:
+        """Returns what can be shown by now: up to a stop string, and without what may become one."""
+        ...
+
+    def finish(self) -> str:
+        """Returns the rest. No more text comes."""
+        ...
+
+
+class StopStrings:
+    """Stops, in all of the text. The stop string that ends first is met; of several that end together, the
+    one that begins first. `include`: the text has the stop string."""
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._stops, self._include = stops, include
+        self._held = ""  # it may become a stop string
+        self.matched: str | None = None
+
+    def may_match(self, text: str) -> bool:
+        held = self._held + text if self._held else text
+        return any(stop in held for stop in self._stops)
+
+    def feed(self, text: str) -> str:
+        if not self._stops:
+            return text
+        held, self._held = self._held + text, ""
+        matches = [
+            (place + len(stop), place, stop) for stop in self._stops if (place := held.find(stop)) >= 0
+        ]
+        if matches:
+            end, place, self.matched = min(matches)
+            return held[: end if self._include else place]
+        end = len(held) - max(overlap(held, stop) for stop in self._stops)
+        self._held = held[end:]
+        return held[:end]
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
 class DecodedContext(NamedTuple):
     """The last tokens whose text is complete, and that text."""
 
@@ -44,7 +94,7 @@ class Detokenizer:
     `sampling`.
 
     The last tokens of `prompt` are decoded with the output and cut off again: some tokenizers drop a space
-    before the very first token.
+    before the very first token. `stops`: where stop strings count; None: in all of the text.
     """
 
     def __init__(
@@ -53,6 +103,7 @@ class Detokenizer:
         sampling: SamplingParams,
         eos_ids: Iterable[int] = (),
         prompt: Sequence[int] = (),
+        stops: Stops | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -60,7 +111,8 @@ class Detokenizer:
             frozenset() if sampling.ignore_eos else frozenset(eos_ids)
         )
         self._skip_special = sampling.skip_special_tokens
-        self._text = ""
+        self._stops = stops or StopStrings(sampling.stop, sampling.include_stop)
+        self.matched: int | str | None = None  # the token or the stop string that ended the text
         self._context = self._context_of(list(prompt[-CONTEXT:]))
         if self._context.text.endswith(REPLACEMENT):
             self._context = DecodedContext([], "")
@@ -68,51 +120,38 @@ class Detokenizer:
         self._stopped = False
 
     def push(self, tokens: list[int]) -> TextDelta:
-        if self._stop_ids.isdisjoint(tokens) and not self._stopped and self._take(tokens):
-            return TextDelta(self._release(), len(tokens), False)
+        if self._stop_ids.isdisjoint(tokens) and not self._stopped:
+            text = self._take(tokens)
+            if text is not None:
+                return TextDelta(self._show(text), len(tokens), False)
         used = 0
         out: list[str] = []
         for token in tokens:
             if self._stopped:
                 break
             used += 1
-            if token in self._stop_ids:
-                self._stopped = True
-                out.append(self._last(token))
-            else:
-                self._text += self._decode(token)
-                out.append(self._release())
+            out.append(self._last(token) if token in self._stop_ids else self._show(self._decode(token)))
         return TextDelta("".join(out), used, self._stopped)
 
     def finish(self) -> str:
-        """The text that was held back; the request ended for another reason than a stop string."""
-        if self._stopped:
-            return ""
-        self._text += self._flush()
-        text = self._release()
-        if not self._stopped:
-            text, self._text = text + self._text, ""
-        self._stopped = True
-        return text
+        """Returns the text that was held back; the request ended for another reason than a stop. A stop
+        string may still be in it: see `matched`."""
+        return "" if self._stopped else self._rest()
 
     # -- tokens to characters --------------------------------------------------------------------------------
 
-    def _take(self, tokens: list[int]) -> bool:
-        """Decodes all of them together, unless that takes a look at each: where they end inside a character,
-        or complete a stop string."""
-        context, stops = self._context, self._sampling.stop
+    def _take(self, tokens: list[int]) -> str | None:
+        """The text of all of them, decoded together; None if that takes a look at each: where they end inside
+        a character, or may complete a stop string."""
+        context = self._context
         pending = self._pending + tokens if self._pending else tokens
         text = self._tokenizer.decode(context.tokens + pending, skip_special_tokens=self._skip_special)[
             len(context.text) :
         ]
-        if text.endswith(REPLACEMENT):
-            return False
-        held = self._text + text if self._text else text
-        if stops and any(stop in held for stop in stops):
-            return False
-        self._text = held
+        if text.endswith(REPLACEMENT) or self._stops.may_match(text):
+            return None
         self._complete(pending, text)
-        return True
+        return text
 
     def _decode(self, token: int) -> str:
         """The text that this token completes, "" while it ends inside a character."""
@@ -163,30 +202,28 @@ class Detokenizer:
 
     # -- stopping --------------------------------------------------------------------------------------------
 
+    def _show(self, text: str) -> str:
+        shown = self._stops.feed(text)
+        if self._stops.matched is not None:
+            self.matched, self._stopped = self._stops.matched, True
+        return shown
+
+    def _rest(self) -> str:
+        text = self._show(self._flush())
+        if not self._stopped:
+            text += self._stops.finish()
+            self.matched, self._stopped = self._stops.matched, True
+        return text
+
     def _last(self, token: int) -> str:
         """The text that is still held back when a stop token ends the request; with the token's own text if
         `include_stop`."""
-        self._text += self._flush()
-        if self._sampling.include_stop:
-            self._text += self._between(self._context, [token])
-        text, self._text = self._text, ""
+        text = self._rest()
+        if self.matched is None:
+            self.matched = token
+            if self._sampling.include_stop:
+                text += self._between(self._context, [token])
         return text
-
-    def _release(self) -> str:
-        """Takes from the held text, and returns, what cannot be the beginning of a stop string."""
-        stops, held = self._sampling.stop, self._text
-        if not stops:
-            self._text = ""
-            return held
-        matches = [(place, stop) for stop in stops if (place := held.find(stop)) >= 0]
-        if matches:
-            place, stop = min(matches)
-            text, self._text = held[: place + len(stop) if self._sampling.include_stop else place], ""
-            self._stopped = True
-            return text
-        end = len(held) - max(overlap(held, stop) for stop in stops)
-        self._text = held[end:]
-        return held[:end]
 
 
 def overlap(text: str, stop: str) -> int:

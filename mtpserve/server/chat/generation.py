@@ -25,9 +25,12 @@ from mtpserve.server.chat.service import Service
 from mtpserve.server.chat.steps.step_output import StepOutput
 from mtpserve.server.chat.tools import OutputPlan, apply_output_plan, output_plan
 from mtpserve.server.http.errors import renamed
-from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning
+from mtpserve.text.detokenizer import Stops
+from mtpserve.text.parsers.events import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
+from mtpserve.text.parsers.output import OutputParser
 from mtpserve.text.parsers.reasoning import MAX_TAIL, Opening, ReasoningCount
 from mtpserve.text.parsers.registry import REASONINGS
+from mtpserve.text.parsers.stops import AnswerStops
 from mtpserve.text.requests import Spelling, request_of
 from mtpserve.text.tokenizer import Tokenizer
 
@@ -44,7 +47,8 @@ class OutputReader:
         self._include_reasoning, self._use = include_reasoning, plan.use
         self._refused_calls: set[int] = set()  # of tools that the client does not allow here
         self._tokenizer = tokenizer
-        self._calls_alone = plan.calls_alone
+        self.ends_inside_call = False  # no more text came; in some formats a call may end so
+        self._plan, self._calls_alone = plan, plan.calls_alone
         self._parser = plan.parser()
         self._counter = None if plan.thinking is None else ReasoningCount(plan.thinking, plan.opening)
 
@@ -56,9 +60,22 @@ class OutputReader:
             self._counter.add(self._tokenizer.token_bytes(token).decode(errors="replace")) for token in tokens
         )
 
+    def stops(self, sampling: SamplingParams) -> Stops | None:
+        """Where the stop strings of its choice count; None: in all of the text."""
+        if not self.parses or not sampling.stop:
+            return None
+        plan = self._plan
+        return AnswerStops(
+            OutputParser(plan.thinking, plan.opening, plan.calls),
+            sampling.stop,
+            sampling.include_stop,
+            begins_with_answer=plan.thinking is None or plan.opening is Opening.NONE,
+        )
+
     def read(self, text: str, last: bool) -> list[Event]:
-        events = self._parser.feed(text) + (self._parser.finish() if last else [])
-        return [event for event in events if self._is_included(event)]
+        events, rest = self._parser.feed(text), self._parser.finish() if last else []
+        self.ends_inside_call = any(isinstance(event, CallEnd) for event in rest)
+        return [event for event in events + rest if self._is_included(event)]
 
     def _is_included(self, event: Event) -> bool:
         if isinstance(event, CallBegin) and not self._use.allows(event.name):
@@ -106,6 +123,7 @@ class Choice:
     reasoning_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens that the prefix cache had
     finish: Finish | None = None
+    matched_stop: int | str | None = None  # the token or the stop string that ended an output that stopped
     scores_only: bool = False  # the one token that the engine needs to score a prompt is thrown away
     offer: PageOffer | None = None  # its prompt's pages, where another node is to get them
     logprob: float = 0.0  # the sum over the tokens, where the request has log-probabilities
@@ -116,7 +134,7 @@ class Choice:
         if step.logprobs:
             self.logprob += sum(score.logprob for score in step.logprobs)
         self.cached_tokens += step.num_cached_tokens
-        self.finish, self.offer = step.finish, step.offer
+        self.finish, self.offer, self.matched_stop = step.finish, step.offer, step.matched_stop
         if self.reader is None or not self.reader.parses:
             if step.text:
                 self._extend("text", step.text)
@@ -126,6 +144,11 @@ class Choice:
                 self._add(event)
         if self.reader is not None and step.finish is not None and not self.blocks:
             self._extend("text", "")
+
+    @property
+    def stops(self) -> Stops | None:
+        """Where its stop strings count; None: in all of the text. New ones each time."""
+        return None if self.reader is None else self.reader.stops(self.request.sampling)
 
     def _add(self, event: Event) -> None:
         match event:
@@ -165,18 +188,19 @@ class Choice:
         return [block for block in self.blocks if block.kind == "call"]
 
     @property
-    def ends_with_calls(self) -> bool:
-        """True if the answer ended so that tools can answer."""
-        return self.finish is Finish.STOP and bool(self.calls)
+    def is_call_cut(self) -> bool:
+        """True if the text ended before the arguments of its last call did."""
+        return (
+            self.reader is not None
+            and self.reader.ends_inside_call
+            and bool(self.calls)
+            and self.calls[-1].arguments() is None
+        )
 
     @property
-    def matched_stop(self) -> int | str | None:
-        """What ended an output that stopped: a token, or a stop string."""
-        return (
-            self.service.matched_stop(self.request.sampling, self.tokens)
-            if self.finish is Finish.STOP
-            else None
-        )
+    def ends_with_calls(self) -> bool:
+        """True if the answer ended so that tools can answer."""
+        return self.finish is Finish.STOP and bool(self.calls) and not self.is_call_cut
 
 
 @dataclass(slots=True)
@@ -203,7 +227,12 @@ class Generation:
         """The steps of all choices as they come, for `add`. Closing it early ends the requests."""
         streams = [
             self.service.generate(
-                choice.request, self.arrival, self.timeout, streaming=self.streaming, index=index
+                choice.request,
+                self.arrival,
+                self.timeout,
+                streaming=self.streaming,
+                index=index,
+                stops=choice.stops,
             )
             for index, choice in enumerate(self.choices)
         ]

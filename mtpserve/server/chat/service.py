@@ -34,7 +34,7 @@ from mtpserve.server.observe.metrics import Metrics
 from mtpserve.server.observe.observed import ROUTE, RequestClock
 from mtpserve.server.schema.kv_transfer import Handover, TransferFields, handover_of
 from mtpserve.text.control import RenderedChat
-from mtpserve.text.detokenizer import Detokenizer
+from mtpserve.text.detokenizer import Detokenizer, Stops
 from mtpserve.text.requests import Spelling, check_text, spelling_of
 from mtpserve.text.tokenizer import Tokenizer
 
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES_PER_TOKEN = 8  # a text with more bytes per token of the context is refused without tokenizing it
 INLINE_BYTES = 4096  # shorter texts are tokenized at once, in less time than a thread takes to start
-MATCHED_TOKENS = 256  # the last ones, in which the stop string is looked for: no token is shorter than a byte
 LOGGED_TOKENS = 256  # a prompt's, where prompts are logged
 
 
@@ -213,16 +212,6 @@ class Service:
                 f"{both}; together they exceed the context of {context}{self.why_less}", "max_tokens"
             )
 
-    def matched_stop(self, sampling: SamplingParams, tokens: Sequence[int]) -> int | str | None:
-        """What ended an output that stopped: a token, or a stop string."""
-        last = tokens[-1] if tokens else None
-        if last in sampling.stop_token_ids or (last in self.client.card.eos_ids and not sampling.ignore_eos):
-            return last
-        tail = self.tokenizer.decode(
-            tokens[-MATCHED_TOKENS:], skip_special_tokens=sampling.skip_special_tokens
-        )
-        return next((stop for stop in sampling.stop if stop in tail), None)
-
     # -- generation ------------------------------------------------------------------------------------------
 
     def for_choice(self, sampling: SamplingParams, choice: int) -> SamplingParams:
@@ -259,15 +248,16 @@ class Service:
         *,
         streaming: bool = False,
         index: int = 0,
+        stops: Stops | None = None,
     ) -> AsyncGenerator[list[StepOutput], None]:
         """StepOutputs until one has `finish`, all that have come since the last: one, unless they are read
         late. Closing it early, a stop string and any error all end the request in the engine.
 
         `arrival` is perf_counter's; `timeout` is in seconds from there, and the server's own may be shorter.
-        `index` is the choice's in its answer.
+        `index` is the choice's in its answer; `stops` where its stop strings count, None: in all of the text.
         """
         clock = self._register(request, arrival, streaming)
-        reader = self._step_reader(request, clock, index)
+        reader = self._step_reader(request, clock, index, stops)
         config = self.server_config
         patience = Patience(config.queue_timeout, shorter(config.request_timeout, timeout), arrival)
         arriving = self.client.submit(request)
@@ -319,9 +309,11 @@ class Service:
         self._log(request)
         return clock
 
-    def _step_reader(self, request: Request, clock: RequestClock, index: int) -> StepReader:
+    def _step_reader(
+        self, request: Request, clock: RequestClock, index: int, stops: Stops | None
+    ) -> StepReader:
         eos_ids = self.client.card.eos_ids
-        detokenizer = Detokenizer(self.tokenizer.fast, request.sampling, eos_ids, request.prompt)
+        detokenizer = Detokenizer(self.tokenizer.fast, request.sampling, eos_ids, request.prompt, stops)
         return StepReader(detokenizer, clock, index)
 
     def _log(self, request: Request) -> None:

@@ -27,6 +27,8 @@ class StepOutput(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0  # with the first token: of the prompt, found in the prefix cache
     offer: PageOffer | None = None  # with `finish`
     index: int = 0  # the choice's number in its answer
+    # with `finish`: the token or the stop string that ended the text, if one did
+    matched_stop: int | str | None = None
 
     @property
     def accepted_nodes(self) -> list[int]:
@@ -43,6 +45,7 @@ class StepOutput(msgspec.Struct, frozen=True):
             logprobs=None,
             proposal=Proposal(),
             num_accepted_tokens=0,
+            matched_stop=None,
         )
 
 
@@ -77,9 +80,10 @@ class StepReader:
         """The event's tokens as text: up to a stop string, or with what was held back where the engine has
         ended the request."""
         text, used, stopped = self.detokenizer.push(event.tokens)
-        finish = Finish.STOP if stopped else event.finish
-        if finish is not None and not stopped:
+        if event.finish is not None and not stopped:
             text += self.detokenizer.finish()
+            stopped = self.detokenizer.matched is not None
+        finish = Finish.STOP if stopped else event.finish
         tokens, logprobs = event.tokens, event.logprobs
         if used < len(tokens):
             tokens, logprobs = tokens[:used], None if logprobs is None else logprobs[:used]
@@ -88,6 +92,7 @@ class StepReader:
             event.num_cached_tokens,
             event.offer,
             self.index,
+            self.detokenizer.matched,
         )  # fmt: skip
         if step.proposal.tokens:
             self.clock.verified(len(step.proposal.tokens), len(step.accepted_nodes))

@@ -83,7 +83,8 @@ class ResponseAnswer:
 
     def item(self, index: int) -> objects.AnyItem:
         """Returns an item. Only the last one can have been cut off."""
-        whole = self.status in ("completed", "in_progress") or index < len(self.choice.blocks) - 1
+        is_last = index == len(self.choice.blocks) - 1
+        whole = not is_last or (self.status in ("completed", "in_progress") and not self.choice.is_call_cut)
         written = item(self.choice.blocks[index], "completed" if whole else "incomplete", self.members)
         if isinstance(written, objects.ReasoningItem) and self.body.includes_sealed_reasoning:
             return structs.replace(written, encrypted_content=SEAL + written.content[0].text)
