@@ -271,13 +271,22 @@ def arguments_of(written: Any) -> dict[str, Any]:
             return {INVALID_JSON: written}
     if value is None:
         return {}
-    return value if isinstance(value, dict) else {INVALID_JSON: json_text(written)}
+    return value if isinstance(value, dict) and is_text(value) else {INVALID_JSON: json_text(written)}
+
+
+def is_text(value: Any) -> bool:
+    """True if the value can be written: models also write half of a surrogate pair, and too many brackets."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def json_text(written: Any) -> str:
     """Returns a call's arguments as a text. Raises InvalidRequest."""
     try:
-        return written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
+        return written if isinstance(written, str) else json.dumps(written, ensure_ascii=not is_text(written))
     except RecursionError as error:
         raise InvalidRequest(NESTED, "messages") from error
 

@@ -53,11 +53,7 @@ class ResponseAnswer:
         return self.generation.choices[0]
 
     def keep(self) -> None:
-        output = (
-            [assistant_message(self.choice)]
-            if any(block.text or block.kind == "call" for block in self.choice.blocks)
-            else []
-        )
+        output = [assistant_message(self.choice)] if self.choice.blocks else []
         for store in self.stores:
             store.put(self.id, Stored(self.object(), [*self.input.conversation, *output], self.input.items))
 

@@ -195,6 +195,8 @@ def messages_of(items: Sequence[InputItem]) -> list[ChatMessage]:
             continue
         if message.role == "assistant" and reasoning:
             message = message.model_copy(update={"reasoning_content": reasoning})
+        elif reasoning:  # an answer that ended before it said anything
+            messages.append(ChatMessage(role="assistant", content="", reasoning_content=reasoning))
         messages.append(message)
         reasoning = ""
     return messages
