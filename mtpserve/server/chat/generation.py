@@ -61,7 +61,7 @@ class OutputReader:
         )
 
     def stops(self, sampling: SamplingParams) -> Stops | None:
-        """Where the stop strings of its choice count; None: in all of the text."""
+        """Returns where the stop strings of its choice count; None: in all of the text."""
         if not self.parses or not sampling.stop:
             return None
         plan = self._plan
@@ -147,7 +147,7 @@ class Choice:
 
     @property
     def stops(self) -> Stops | None:
-        """Where its stop strings count; None: in all of the text. New ones each time."""
+        """Returns where its stop strings count, from its beginning; None: in all of the text."""
         return None if self.reader is None else self.reader.stops(self.request.sampling)
 
     def _add(self, event: Event) -> None:
