@@ -17,6 +17,8 @@ from mtpserve.core.kv_transfer import PageSource
 from mtpserve.core.request import Request, TokenLogprob
 
 NOT_FINITE = "the model produced non-finite numbers (NaN) for this request"
+# the beginning of an error that is the request's own: its constraints exclude every token
+NOTHING_ALLOWED = "nothing is left that this request allows"
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):

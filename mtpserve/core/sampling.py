@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -242,6 +242,21 @@ class SamplingParams:
                     f"{name} must be in [0, {max_logprobs}], got {getattr(self, name)}: see --max-logprobs",
                     name,
                 )
+
+    def check_allowed(self, bad_words: Sequence[Sequence[int]], eos_ids: Collection[int]) -> None:
+        """Raises InvalidRequest where constraints leave no first token: `bad_words`, as tokens, or ends of
+        the text that `min_tokens` forbids. A grammar goes before the other constraints."""
+        left = set(self.allowed_token_ids)
+        if not left or self.grammar is not None:
+            return
+        ends = {*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)} if self.min_tokens else set()
+        words = {word[0] for word in bad_words if len(word) == 1}
+        excluding = [name for name, ids in (("bad_words", words), ("min_tokens", ends)) if left & ids]
+        if left <= words | ends:
+            raise InvalidRequest(
+                f"allowed_token_ids and {' and '.join(excluding)} exclude each other: no token is left",
+                "allowed_token_ids",
+            )
 
     @property
     def first_constrained_token(self) -> int | None:

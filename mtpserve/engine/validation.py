@@ -41,6 +41,8 @@ def validate(request: Request, card: ModelCard, live_ids: Container[str], policy
         )
     require_room(request, context)
     sampling.check_policy(policy)
+    if not request.prior_output_ids:
+        sampling.check_allowed(request.bad_words, card.eos_ids)
 
 
 def require_known(ids: Iterable[int], param: str, vocab: int) -> None:

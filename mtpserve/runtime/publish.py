@@ -13,6 +13,7 @@ from mtpserve.core.plan import NOT_FINITE, SpanPlan, SpanResult
 from mtpserve.core.protocols.models import Trunk
 from mtpserve.core.request import TokenLogprob
 from mtpserve.runtime.runner_request import RunnerRequest
+from mtpserve.runtime.sampling.rules import LogitRules
 from mtpserve.runtime.transfer import Download, upload
 from mtpserve.spec.verify.logprobs import ranked
 
@@ -38,6 +39,7 @@ class RunnerOutput:
     num_draft_tokens: Download | Seq[int]  # the next drafts of those of its spans that are drafted for
     logprobs: tuple[Download, ...] = ()
     prompt_logprobs: dict[int, tuple[Download, ...]] | None = None  # by the span's number
+    rules: LogitRules | None = None  # where requests may have some
 
     def read(self) -> dict[int, SpanResult]:
         """By places in the plan. Called once: the requests get their tokens."""
@@ -50,6 +52,7 @@ class RunnerOutput:
             counts.wait().tolist() if isinstance(counts, Download) else counts,
             logprobs_of(self.logprobs) if self.logprobs else None,
             {r: logprobs_of(parts) for r, parts in (self.prompt_logprobs or {}).items()},
+            self.rules,
         )
         for (_, _, request), result in zip(self.spans, results, strict=True):
             request.tokens += result.tokens
@@ -76,6 +79,7 @@ def span_results(
     num_draft_tokens: Seq[int],
     logprobs: Logprobs | None,
     prompt_logprobs: Mapping[int, Logprobs],
+    rules: LogitRules | None = None,
 ) -> list[SpanResult]:
     """`table` as in RunnerOutput; what pads a captured step follows. `num_draft_tokens`: of the spans that
     are drafted for."""
@@ -90,6 +94,9 @@ def span_results(
         if not span.samples:
             accepted = 0
         prompt = prompt_logprobs.get(r)
+        error = None
+        if failed:
+            error = (rules and rules.nothing_allowed(request, row[tokens][: accepted + 1])) or NOT_FINITE
         results.append(
             SpanResult(
                 row[tokens][: accepted + 1] if span.samples else [],
@@ -99,7 +106,7 @@ def span_results(
                 row[parents][:size] if has_trees else list(range(size)),
                 row[sources][:size],
                 row[path][1 : accepted + 1] if has_trees else list(range(1, accepted + 1)),
-                NOT_FINITE if failed else None,
+                error,
                 None
                 if alternatives is None or logprobs is None or not span.samples
                 else listed(logprobs, r, accepted + 1, alternatives),

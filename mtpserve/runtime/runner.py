@@ -203,6 +203,7 @@ class Runner:
             self.num_draft_tokens(drafted, draft_depth, count, trees),
             logprobs,
             {r: downloads(scores) for r, scores in scored.items()},
+            self.sampling.rules,
         )
 
     def batch(

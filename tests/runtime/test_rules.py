@@ -80,3 +80,17 @@ def test_a_bias_allows_nothing_that_is_not_allowed() -> None:
     one = record(0, [1], 1, allowed_token_ids=(1, 2), logit_bias={1: 2.0, 3: 5.0})
     assert biases(one) == {1: 2.0, 2: 0.0, 3: -inf}
     assert Rows(one).of(0) == [-inf, 2.0, 0.0, -inf, -inf, -inf]
+
+
+def test_which_rules_leave_nothing() -> None:
+    rules, told = Rows(record(0, [1, 2], 1, max_tokens=9, allowed_token_ids=(2,))).rules, "nothing is left that this request allows: "
+    word = record(0, [1, 2], 1, [[2, 3]], allowed_token_ids=(3,))
+    assert rules.nothing_allowed(word, [0]) == told + "allowed_token_ids, bad_words"
+    assert rules.nothing_allowed(record(0, [1, 3], 1, [[2, 3]], allowed_token_ids=(3,)), [0]) is None
+    assert rules.nothing_allowed(record(0, [1, 3], 1, [[2, 3]], allowed_token_ids=(2, 3)), [2, 0]) is None
+    assert rules.nothing_allowed(record(0, [1, 3], 1, [[2, 3]], allowed_token_ids=(3,)), [2, 0]) is not None, "behind an accepted draft"
+    early = {"allowed_token_ids": (EOS,), "min_tokens": 2}
+    assert rules.nothing_allowed(record(0, [1, 2], 1, **early), [0]) == told + "allowed_token_ids, min_tokens"
+    assert rules.nothing_allowed(record(0, [1, 2, 3], 1, **early), [0]) is None
+    assert rules.nothing_allowed(record(0, [1], 1, **early, ignore_eos=True), [0]) is None
+    assert rules.nothing_allowed(record(0, [1], 1), [0]) is None, "its numbers are not finite for another reason"

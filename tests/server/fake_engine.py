@@ -14,6 +14,7 @@ from mtpserve.cli.launch import parser
 from mtpserve.cli.options import parsed_values, settings
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, MTPServeError, QueueFull
+from mtpserve.core.plan import NOTHING_ALLOWED
 from mtpserve.core.request import Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.spec_sizes import SpecSizes
@@ -128,6 +129,9 @@ class FakeEngine:
         if seed == 500 and done >= 4:
             self.abort(request.id)
             return TokenEvent(request.id, [], finish=Finish.ERROR, error="not a finite number")
+        if seed == 401 and done >= 2:
+            self.abort(request.id)
+            return TokenEvent(request.id, [], finish=Finish.ERROR, error=f"{NOTHING_ALLOWED}: bad_words")
         room = min(request.sampling.max_tokens or CONTEXT, CONTEXT - len(request.prompt)) - done
         tokens = [FIRST_TOKEN + (done + i) % (VOCAB - FIRST_TOKEN) for i in range(min(2, room))]
         finish = Finish.LENGTH if room <= 2 else None

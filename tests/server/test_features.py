@@ -84,6 +84,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"logit_bias": {"300": 1}}, "logit_bias"),
     (COMPLETIONS, {"allowed_token_ids": [999]}, "allowed_token_ids"),
     (COMPLETIONS, {"min_tokens": 6}, "min_tokens"),
+    (COMPLETIONS, {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}, "allowed_token_ids"),
+    (CHAT, {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}, "allowed_token_ids"),
     (COMPLETIONS, {"repetition_penalty": 0}, "repetition_penalty"),
     (COMPLETIONS, {"frequency_penalty": 3}, "frequency_penalty"),
     (COMPLETIONS, {"bad_words": [""]}, "bad_words"),
@@ -112,6 +114,12 @@ def test_what_is_wrong_is_named(
     answer = post(http, route, stream=stream, **fields)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
     assert not client.submitted
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_a_request_that_excludes_every_token_is_at_fault(http: httpx.AsyncClient, route: str) -> None:
+    answer = post(http, route, seed=401)
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == "nothing is left that this request allows: bad_words"
 
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])

@@ -149,7 +149,8 @@ class EngineStats:
         sglang=(("num_retracted_requests", "Requests that lost their pages and were computed again."),),
     )
     failed_requests_total: int = counter(
-        "failed_requests", "Requests that ended with an error in the engine."
+        "failed_requests",
+        "Requests that ended with an error in the engine, unless their own constraints excluded every token.",
     )
     depths: DepthState | None = state(  # None: the depth is fixed
         lambda: None,

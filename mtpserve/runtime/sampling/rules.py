@@ -13,10 +13,12 @@ import logging
 from collections.abc import Collection, Iterator, Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, RequestTensors, VerifyOutput
+from mtpserve.core.plan import NOTHING_ALLOWED
 from mtpserve.core.protocols.logits_processor import LogitsProcessor
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.grammar import GrammarRules
@@ -85,6 +87,30 @@ class LogitRules:
                 ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)})
                 blocked_stops.setdefault(tuple(ends), []).append(request.req_idx)
         return RuleGroups(worded, blocked_stops)
+
+    def nothing_allowed(self, request: RunnerRequest, tokens: Seq[int]) -> str | None:
+        """The error of a request whose rules exclude every token at one of the places of `tokens`, which
+        follow those that it has; None: some token was allowed at each."""
+        output = request.tokens[request.num_prompt_tokens :]
+        if not any(self.excludes_all(request, [*output, *tokens[:place]]) for place in range(len(tokens))):
+            return None
+        params = request.sampling
+        fields = ("allowed_token_ids", "bad_words", "min_tokens", "grammar")
+        return f"{NOTHING_ALLOWED}: {', '.join(field for field in fields if getattr(params, field))}"
+
+    def excludes_all(self, request: RunnerRequest, output: list[int]) -> bool:
+        params = request.sampling
+        if request.grammar is not None:  # it goes before the other rules
+            row = np.empty((1, -(-self.vocab // 32)), dtype=np.int32)
+            request.grammar.masks([output[request.grammar_tokens :]], row)
+            return not row.any()
+        excluded = {token for token, bias in biases(request).items() if bias == -torch.inf}
+        for *rest, last in request.bad_words:
+            if output[len(output) - len(rest) :] == rest:
+                excluded.add(last)
+        if len(output) < params.min_tokens:
+            excluded |= {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
+        return excluded.issuperset(params.allowed_token_ids or range(self.vocab))
 
 
 def biases(request: RunnerRequest) -> dict[int, float]:

@@ -21,6 +21,7 @@ from mtpserve.core.errors import (
     RequestFailed,
     ShuttingDown,
 )
+from mtpserve.core.plan import NOTHING_ALLOWED
 from mtpserve.core.protocols.clients import EngineClient
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
@@ -123,11 +124,15 @@ class Service:
         return await asyncio.to_thread(self.tokenizer.encode_chat, chat, special=special)
 
     async def spelling(self, sampling: SamplingParams) -> Spelling:
-        """Once for all choices of an answer."""
+        """Once for all choices of an answer. Raises InvalidRequest where constraints exclude each other."""
         size = sum(self.size(text, field) for field, text in sampling.texts())
-        if size <= INLINE_BYTES:
-            return spelling_of(self.tokenizer, sampling)
-        return await asyncio.to_thread(spelling_of, self.tokenizer, sampling)
+        spelling = (
+            spelling_of(self.tokenizer, sampling)
+            if size <= INLINE_BYTES
+            else await asyncio.to_thread(spelling_of, self.tokenizer, sampling)
+        )
+        sampling.check_allowed(spelling.bad_words, self.client.card.eos_ids)
+        return spelling
 
     def size(self, text: str, field: str) -> int:
         """Bytes of a text. Raises InvalidRequest for more than any context takes."""
@@ -279,7 +284,9 @@ class Service:
                 if steps := reader.read(events):
                     yield steps
                 if reader.error is not None:
-                    raise RequestFailed(reader.error)
+                    # what a request's own constraints exclude is its fault, and no failure
+                    kind = InvalidRequest if reader.error.startswith(NOTHING_ALLOWED) else RequestFailed
+                    raise kind(reader.error)
             outcome = reader.finish.value
         except StopAsyncIteration:
             outcome = "error"
