@@ -150,12 +150,7 @@ class Scheduler:
             req.num_draft_tokens = (
                 req.draft.pending_draft_limit if span.drafts_next and draft_depth > 0 else 0
             )
-        entries = [
-            entry
-            for req, _ in spans
-            if req.cache.has_new_blocks
-            for entry in new_blocks(req, self.pages.dense)
-        ]
+        entries = [entry for req, _ in spans for entry in new_blocks(req, self.pages.dense)]
         transfers = [] if self.kv_connector is None else self.kv_connector.take_outgoing()
         return ScheduledStep(
             StepPlan([span for _, span in spans], draft_depth, new_requests, entries, transfers),

@@ -103,6 +103,8 @@ def admission(req: RequestState) -> NewRequest:
 
 def new_blocks(req: RequestState, groups: int) -> list[BlockTableEntry]:
     """Pages of the first `groups` groups that no plan has named yet."""
+    if not req.cache.has_new_blocks:
+        return []
     assert req.req_idx is not None
     entries, req.cache.has_new_blocks = list[BlockTableEntry](), False
     for group, blocks in enumerate(req.cache.blocks[:groups]):
