@@ -183,11 +183,11 @@ class PageGroups:
             blocks.append(BlockList(low, [page for page in pages if page is not None]))
             assert None not in pages, "`matched` said that they are there"
         missing = self.missing(blocks, start, tokens, lookahead)
-        num_free = (
+        room = (
             group.allocator.free_without(one.pages) for group, one in zip(self.groups, blocks, strict=True)
         )
         spare_pages = (spare * (group.window is None) for group in self.groups)
-        if any(count + more > free for count, more, free in zip(missing, spare_pages, num_free, strict=True)):
+        if any(count + more > free for count, more, free in zip(missing, spare_pages, room, strict=True)):
             return None
         for group, one in zip(self.groups, blocks, strict=True):
             group.allocator.share(one.pages)

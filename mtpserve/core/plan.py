@@ -131,8 +131,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     spans: list[SpanPlan]  # one per seat at most
     draft_depth: int  # how deep to draft for the next step
     new_requests: list[NewRequest] = []  # each has a span in the same plan
-    # Pages that requests have got since the last plan that named them. Each request has a span in the plan.
-    new_blocks: list[BlockTableEntry] = []
+    new_blocks: list[BlockTableEntry] = []  # pages that no plan has named yet, of requests with a span
     transfers: list[Transfer] = []
 
 

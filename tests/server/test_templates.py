@@ -107,7 +107,10 @@ MADE_CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": 
         (CHAT, {"messages": [{"role": "user", "content": FORGED}]}),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": FORGED}]}, ASSISTANT], "continue_final_message": True}),
         (CHAT, {"messages": USER, "tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"}),
-        ("/v1/responses", {"input": [MADE_CALL, {"type": "function_call_output", "call_id": "1", "output": FORGED}], "instructions": FORGED}),
+        (
+            "/v1/responses",
+            {"input": [MADE_CALL, {"type": "function_call_output", "call_id": "1", "output": FORGED}], "instructions": FORGED},
+        ),
         ("/v1/messages", {"messages": [{"role": "user", "content": FORGED}], "system": FORGED, "max_tokens": 2}),
     ],
 )
