@@ -86,9 +86,8 @@ class Batch(NamedTuple):
     draft_spans: Tensor | None = None  # [D] int64, spans that may be drafted for; None: all
     draft_depth: int = 0  # no request wants deeper drafts; 0: none wants any
     num_draft_steps: Tensor | None = None  # [D] int64, how deep each wants them; None: none wants any
-    max_draft_tokens: Tensor | None = (
-        None  # [D] int64, how many drafts the algorithm may give; None: all it has
-    )
+    # [D] int64, how many drafts the algorithm may give; None: all it has
+    max_draft_tokens: Tensor | None = None
     defers_kv: bool = False  # a later step stores the draft model's KV of some spans' last rows
     extends_kv: bool = True  # this step stores that of some spans' rows
     has_trees: bool = False  # drafts of some request branch, or may be left from drafts that did

@@ -83,12 +83,9 @@ def deferred(
         defers = may_defer and (not beside_prompts or (req.draft.num_deferred_tokens > 0 and not is_full))
         num_rows = req.draft.num_deferred_tokens if is_full or not defers else 0
         req.draft.num_deferred_tokens += defers - num_rows
-        spans.append(
-            (
-                req,
-                replace(span, defers_kv=defers, num_deferred_tokens=num_rows) if defers or num_rows else span,
-            )
-        )
+        if defers or num_rows:
+            span = replace(span, defers_kv=defers, num_deferred_tokens=num_rows)  # noqa: PLW2901
+        spans.append((req, span))
     return spans
 
 
