@@ -84,7 +84,7 @@ def deferred(
         num_rows = req.draft.num_deferred_tokens if is_full or not defers else 0
         req.draft.num_deferred_tokens += defers - num_rows
         if defers or num_rows:
-            span = replace(span, defers_kv=defers, num_deferred_tokens=num_rows)  # noqa: PLW2901
+            span = replace(span, defers_kv=defers, num_deferred_tokens=num_rows)
         spans.append((req, span))
     return spans
 
