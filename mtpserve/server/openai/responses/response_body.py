@@ -145,6 +145,10 @@ class InputTokensRequest(Strict):
         return {"type": "function", "function": {"name": choice["name"]}}
 
 
+class CompactRequest(InputTokensRequest):
+    model: str  # the published specification requires it
+
+
 class ResponsesRequest(InputTokensRequest, SamplingFields):
     shapes: ClassVar[dict[str, Schema]] = {
         "input": {"minLength": 1, "minItems": 1},

@@ -22,7 +22,12 @@ from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
 from mtpserve.server.openai.responses.items import Order, page, response_input
 from mtpserve.server.openai.responses.response_answer import events
-from mtpserve.server.openai.responses.response_body import RENAMED, InputTokensRequest, ResponsesRequest
+from mtpserve.server.openai.responses.response_body import (
+    RENAMED,
+    CompactRequest,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from mtpserve.server.openai.responses.response_events import replayed
 from mtpserve.server.openai.responses.response_input import SEAL
 from mtpserve.server.openai.responses.response_objects import (
@@ -119,7 +124,7 @@ async def count_input(request: Request, service: Served, body: InputTokensReques
     return JSON(InputTokens("response.input_tokens", len(tokens)))
 
 
-async def compact(request: Request, service: Served, body: InputTokensRequest) -> Response:
+async def compact(request: Request, service: Served, body: CompactRequest) -> Response:
     """A conversation as one item, which takes its place in an input. Nothing is left out of it, and nothing
     is computed."""
     service.check_model(body.model)

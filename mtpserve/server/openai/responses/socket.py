@@ -175,14 +175,24 @@ class Connection:
         stores = [self.connection_store] if body.store is False else [self.connection_store, self.shared]
         sources = [self.connection_store, self.shared]
         before = before_of(body, sources)
-        answer = await create_response(
-            self.service, body, id, before, stores, sources, arrival, only_prompt=event.only_prompt
-        )
+        try:
+            answer = await create_response(
+                self.service, body, id, before, stores, sources, arrival, only_prompt=event.only_prompt
+            )
+        except MTPServeError:
+            self._forget(body.previous_response_id)
+            raise
         answer.stream_id = stream_id
         async with contextlib.aclosing(events(answer)) as batches:
             async for some in batches:
                 for response_event in some:
                     await self._send(response_event)
+
+    def _forget(self, id: str | None) -> None:
+        """A response that only this connection keeps is gone after a request that could not continue it, as
+        OpenAI and Open Responses document."""
+        if id is not None and id in self.connection_store and id not in self.shared:
+            self.connection_store.delete(id)
 
     async def _send(self, response_event: Rendered) -> None:
         await self.socket.send_text(msgspec.json.encode(response_event).decode())
