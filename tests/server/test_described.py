@@ -52,7 +52,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
         {"input": "a", "max_output_tokens": 900, "tools": [{"type": "function", "name": "get_weather"}], "metadata": {"a": "b"}},
     ),
     ("/v1/responses/input_tokens", {"input": "a"}),
-    ("/v1/responses/compact", {"input": "a"}),
+    ("/v1/responses/compact", {"model": "default", "input": "a"}),
     ("/v1/messages", {"messages": USER, "max_tokens": 3}),
     ("/v1/messages", {"messages": USER, "max_tokens": 900, "tools": TOLD, "stop_sequences": ["zzz"]}),
     *((path, body | {"stream": True}) for path, body in STREAMED),

@@ -37,7 +37,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/responses": {"input": "a", "max_output_tokens": 3},
     "/v1/responses/input_tokens": {"input": "a"},
-    "/v1/responses/compact": {"input": "a"},
+    "/v1/responses/compact": {"model": "default", "input": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
     "/v1/spec": {"num_steps": 1},

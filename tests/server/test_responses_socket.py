@@ -135,6 +135,16 @@ WRONG: list[tuple[str | bytes, str | None, str]] = [
 ]
 
 
+def test_a_response_is_forgotten_after_a_request_that_could_not_continue_it(server: Server) -> None:
+    result = [{"type": "function_call_output", "call_id": "missing", "output": "x"}]
+    for store, code in ((False, "previous_response_not_found"), (True, None)):
+        with opened(server) as connection:
+            first = ask(connection, store=store)[-1]["response"]["id"]
+            assert "No tool call found" in refused(connection, previous_response_id=first, store=store, input=result)["message"]
+            last = ask(connection, previous_response_id=first, store=store)[-1]
+            assert (last["error"]["code"] if last["type"] == "error" else None) == code, last
+
+
 def test_what_is_wrong_is_said_and_the_connection_stays(server: Server) -> None:
     with opened(server) as connection:
         for message, param, text in WRONG:

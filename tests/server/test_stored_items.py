@@ -110,19 +110,19 @@ def test_a_compaction_stands_for_its_conversation(tokenizer: Tokenizer) -> None:
         assert (compaction["object"], item["type"], compaction["usage"]["total_tokens"]) == ("response.compaction", "compaction", 0)
         respond(server, input=[item, USER])
         assert server.prompt() == expected
-    (again,) = asked(server.app, "POST", COMPACT, input=[item, {"role": "assistant", "content": "hm"}])["output"]
+    (again,) = asked(server.app, "POST", COMPACT, model="fake", input=[item, {"role": "assistant", "content": "hm"}])["output"]
     respond(server, input=[again, USER])
     assert "assistant: hm\nuser: hello\n" in server.prompt()
 
 
 @pytest.mark.parametrize(("fields", "status", "param"), [
-    ({}, 400, "input"),
+    ({}, 400, "input"), ({"model": None, "input": "a"}, 400, "model"),
     ({"model": "other", "input": "a"}, 404, "model"), ({"previous_response_id": "resp_no"}, 400, "previous_response_id"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input"),
     ({"input": [{"type": "compaction", "encrypted_content": "mtpserve:{"}]}, 400, "input"),
 ])  # fmt: skip
 def test_what_cannot_be_compacted(http: httpx.AsyncClient, fields: dict[str, Any], status: int, param: str) -> None:
-    assert error(send(http, "POST", COMPACT, json=fields), status)["param"] == param
+    assert error(send(http, "POST", COMPACT, json={"model": "default"} | fields), status)["param"] == param
 
 
 def test_a_stored_response_is_streamed_again(tokenizer: Tokenizer) -> None:
