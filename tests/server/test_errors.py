@@ -19,7 +19,7 @@ from mtpserve.server.app import create_app
 from mtpserve.server.chat.bodies import CompletionRequest, GenerationRequest
 from mtpserve.server.chat.conversation import MAX_MESSAGES, ChatMessage
 from mtpserve.server.schema.unsupported import REFUSED
-from mtpserve.text.grammar import LLGuidanceCompiler
+from mtpserve.text.grammars.grammar import LLGuidanceCompiler
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient

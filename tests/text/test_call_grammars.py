@@ -9,7 +9,7 @@ import pytest
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import GrammarKind, GrammarSpec
-from mtpserve.text.grammar import GrammarMatcher, LLGuidanceCompiler
+from mtpserve.text.grammars.grammar import GrammarMatcher, LLGuidanceCompiler
 from mtpserve.text.parsers.call_grammar import spelled_by
 from mtpserve.text.parsers.formats.deepseek import CALL, CALL_END, SECTION, SECTION_END, SEPARATOR
 from mtpserve.text.parsers.formats.harmony import CHANNELS

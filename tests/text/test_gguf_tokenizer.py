@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from mtpserve.core.errors import LoadError
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.text.grammar import LLGuidanceCompiler
+from mtpserve.text.grammars.grammar import LLGuidanceCompiler
 from mtpserve.text.tokenizer import Tokenizer
 
 TEXTS = [

@@ -17,8 +17,8 @@ import pytest
 from mtpserve.config import ModelConfig
 from mtpserve.core.errors import EngineBusy, InvalidRequest, LoadError
 from mtpserve.core.sampling import GrammarKind, GrammarSpec
-from mtpserve.text import compile_threads, grammar
-from mtpserve.text.grammar import GrammarMatcher, LLGuidanceCompiler
+from mtpserve.text.grammars import compile_threads, grammar
+from mtpserve.text.grammars.grammar import GrammarMatcher, LLGuidanceCompiler
 from mtpserve.text.tokenizer import Tokenizer
 
 DEMO = ModelConfig().directory
@@ -312,5 +312,5 @@ def test_grammar_needs_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, mtpserve.text.grammar; sys.exit('torch' in sys.modules)"
+    code = "import sys, mtpserve.text.grammars.grammar; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

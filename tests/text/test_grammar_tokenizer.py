@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as FastTokenizer, normalizers, pre_tokenizers
 from mtpserve.config import ModelConfig
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.text import gguf
-from mtpserve.text.grammar import LLGuidanceCompiler
-from mtpserve.text.grammar_tokenizer import after_first_letter
+from mtpserve.text.grammars.grammar import LLGuidanceCompiler
+from mtpserve.text.grammars.grammar_tokenizer import after_first_letter
 from tests.text import test_gguf_tokenizer, tiny
 
 DEMO = ModelConfig().directory

@@ -10,9 +10,9 @@ import pytest
 from mtpserve.config import ModelConfig
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.text.grammar import LLGuidanceCompiler
-from mtpserve.text.json_schema import FORMATS, without_annotations
-from mtpserve.text.schema_faults import loosened, refusal, schema_fault
+from mtpserve.text.grammars.grammar import LLGuidanceCompiler
+from mtpserve.text.grammars.json_schema import FORMATS, without_annotations
+from mtpserve.text.grammars.schema_faults import loosened, refusal, schema_fault
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtpserve.core.sampling import ThinkingBudget
-from mtpserve.text.thinking_budget import ThinkingBudgetMatcher
+from mtpserve.text.grammars.thinking_budget import ThinkingBudgetMatcher
 
 PIECES = ["a", "<think>", "</think>", "</", "think>", "<", " ", "b c", "\n", "é"]
 CLOSING = (3, 4)  # the end tag in two tokens

@@ -104,7 +104,8 @@ class Grammars:
     def compile(self, spec: GrammarSpec) -> Grammar:
         if self.compiler is None:
             self.compiler = cast(
-                GrammarCompiler, import_module("mtpserve.text.grammar").LLGuidanceCompiler(*self.arguments)
+                GrammarCompiler,
+                import_module("mtpserve.text.grammars.grammar").LLGuidanceCompiler(*self.arguments),
             )
         return self.compiler.compile(spec)
 

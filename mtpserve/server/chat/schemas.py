@@ -9,9 +9,9 @@ from typing import Any
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.http.errors import SHORT
 from mtpserve.server.http.warnings import warn
-from mtpserve.text.json_schema import MAX_DEPTH, dotted, parts, without_annotations
+from mtpserve.text.grammars.json_schema import MAX_DEPTH, dotted, parts, without_annotations
+from mtpserve.text.grammars.schema_faults import SchemaFault, loosened, schema_fault
 from mtpserve.text.parsers.tools import NotEnforceable, Tool
-from mtpserve.text.schema_faults import SchemaFault, loosened, schema_fault
 
 MAX_LOOSENED = 64  # words that one tool may lose
 

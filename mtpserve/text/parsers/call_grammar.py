@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from mtpserve.text.json_schema import with_layout
+from mtpserve.text.grammars.json_schema import with_layout
 from mtpserve.text.parsers.tools import Schema, Spell
 
 ANYTHING = "/(?s:.*)/"

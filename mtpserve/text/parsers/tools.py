@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtpserve.text.json_schema import Path, dotted
+from mtpserve.text.grammars.json_schema import Path, dotted
 from mtpserve.text.parsers.scanner import Reading, Scanner
 
 Schema = Mapping[str, Any]

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
-from mtpserve.text.compile_threads import COMPILE_SECONDS, CompileThreads
-from mtpserve.text.grammar_source import check_multiples, json_grammar
-from mtpserve.text.json_schema import Path, dotted, parts, replaced, without_annotations
+from mtpserve.text.grammars.compile_threads import COMPILE_SECONDS, CompileThreads
+from mtpserve.text.grammars.grammar_source import check_multiples, json_grammar
+from mtpserve.text.grammars.json_schema import Path, dotted, parts, replaced, without_annotations
 
 # what llguidance refuses; named first, since it does not look at parts that nothing refers to
 NOT_ENFORCED = frozenset(

@@ -13,7 +13,7 @@ from typing import Any
 
 from llguidance import StructTag
 
-from mtpserve.text.json_schema import with_layout
+from mtpserve.text.grammars.json_schema import with_layout
 
 ANY_TEXT = r"/(.|\n)*/"
 

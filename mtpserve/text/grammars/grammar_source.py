@@ -13,8 +13,8 @@ from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.text.json_schema import JSON_LAYOUT, without_annotations
-from mtpserve.text.structural import structural_grammar
+from mtpserve.text.grammars.json_schema import JSON_LAYOUT, without_annotations
+from mtpserve.text.grammars.structural import structural_grammar
 
 BLANK = r"(?:\s|\\+[nrt])*"  # in a JSON string inside JSON, line breaks are escaped
 MULTIPLE = re.compile(rf'multipleOf\\*"{BLANK}:{BLANK}([0-9][0-9.eE+-]*)')

@@ -32,12 +32,12 @@ from mtpserve.core.errors import InvalidRequest, LoadError
 from mtpserve.core.gguf import SUFFIX
 from mtpserve.core.protocols.grammars import Grammar
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.text.compile_threads import COMPILE_SECONDS, CompileThreads
 from mtpserve.text.gguf import fast_tokenizer
-from mtpserve.text.grammar_source import source
-from mtpserve.text.grammar_tokenizer import grammar_tokenizer
-from mtpserve.text.schema_faults import SchemaFault, find_fault, plain_reason
-from mtpserve.text.thinking_budget import ThinkingBudgetMatcher
+from mtpserve.text.grammars.compile_threads import COMPILE_SECONDS, CompileThreads
+from mtpserve.text.grammars.grammar_source import source
+from mtpserve.text.grammars.grammar_tokenizer import grammar_tokenizer
+from mtpserve.text.grammars.schema_faults import SchemaFault, find_fault, plain_reason
+from mtpserve.text.grammars.thinking_budget import ThinkingBudgetMatcher
 
 FIELDS = {
     "json_object": "response_format",
