@@ -48,7 +48,8 @@ def test_a_reference_is_the_item(tokenizer: Tokenizer, typed: bool) -> None:
 
 def test_a_reference_to_what_is_not_kept_is_refused(tokenizer: Tokenizer) -> None:
     server = Server(tokenizer, "a")
-    kept = respond(server, input=[USER | {"id": "msg_mine"}]).json()
+    respond(server, input=[USER | {"id": "msg_mine"}])
+    kept = respond(server).json()
     fleeting = respond(server, store=False).json()
     id = kept["output"][0]["id"]
     asked(server.app, "DELETE", f"{RESPONSES}/{kept['id']}")
