@@ -25,10 +25,13 @@ ARGUMENTS = (
     '{"city": "Ulm"}', '{"city": "a\nb\tc"}', '{"city": "He said "hi" to me"}', '{"city": "Ul', "{}", "[]", "null", "7", '{"a": NaN}', "",
     '"{\\"city\\": \\"Ulm\\"}"', '{"city": "\\ud800"}',
 )  # fmt: skip
+NAMES = st.just("get_weather") | st.sampled_from(["a b", "é\n", "n" * 600])
 PIECES = st.one_of(
-    st.text(alphabet='ab \n"{}[]<>\\é:,', max_size=12),
+    st.text(alphabet='ab \n\x00\x07"{}[]<>\\é:,', max_size=12),
     st.sampled_from(["<think>", "</think>", "<think>hm</think>", "<tool_call>", "</tool_call>", CALL, '<tool_call>{"name": "get_weather"']),
-    st.sampled_from(ARGUMENTS).map(lambda text: f'<tool_call>\n{{"name": "get_weather", "arguments": {text}}}\n</tool_call>'),
+    st.tuples(NAMES, st.sampled_from(ARGUMENTS)).map(
+        lambda call: f'<tool_call>\n{{"name": "{call[0]}", "arguments": {call[1]}}}\n</tool_call>'
+    ),
 )
 TEXTS = st.lists(PIECES, max_size=6).map("".join)
 Turns = list[tuple[str, int]]  # what the model writes, and how many tokens it may

@@ -37,7 +37,7 @@ class ContentBlock(TextPart):
 
     thinking: str | None = None
     id: Label | None = None
-    name: Label | None = None
+    name: str | None = None  # of any length: the model wrote it
     input: Any = None
     tool_use_id: Label | None = None
     content: Annotated[str | TextParts | dict[str, Any] | None, either(CONTENT)] = None

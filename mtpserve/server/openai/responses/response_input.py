@@ -88,7 +88,7 @@ class InputItem(Strict):
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Annotated[str | TextParts | None, either(CONTENT)] = None
     call_id: Label | None = None
-    name: Label | None = None
+    name: str | None = None  # of any length: the model wrote it
     namespace: Label | None = None
     arguments: Any = None
     output: Any = None
