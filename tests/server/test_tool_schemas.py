@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mtpserve.server.http import warnings
 from mtpserve.server.http.warnings import HEADER
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.speaking import checkpoint
@@ -79,3 +80,15 @@ def test_what_a_format_of_calls_cannot_enforce_is_lost_too(tokenizer: Tokenizer)
     server = Server(tokenizer, '{"a": 1}', tools="pythonic")
     spaced = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a b": {"type": "string"}}}}}
     assert "properties.a b is not enforced" in server.post(tools=[spaced], response_format=JSON).headers[HEADER]
+
+
+def test_the_log_has_a_warning_once(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients send their tools with every request."""
+    monkeypatch.setattr(warnings, "LOGGED", set())
+    tool = send(type="string", pattern="(?=never said before)")
+    for _ in range(3):
+        assert HEADER in Server(tokenizer, '{"a": 1}').post(tools=[tool], response_format=JSON).headers
+    assert [record.getMessage() for record in caplog.records if "properties.to.pattern" in record.getMessage()] == [
+        "tool 'send': properties.to.pattern is not enforced: its regular expression is not usable: look-around, including look-ahead "
+        "and look-behind, is not supported"
+    ]
