@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from mtpserve.server.chat.service import MAX_BYTES_PER_TOKEN, Service
+from mtpserve.server.chat.service import MAX_BYTES_PER_TOKEN, SGLANGS_NAME, Service
 from mtpserve.server.http.rendering import REFERENCE
 from mtpserve.server.schema.shapes import NULL, SERVER, Schema
 
@@ -51,7 +51,7 @@ def limits(service: Service) -> dict[str, Schema]:
         "length": {"maximum": card.context_length - 1},
         "clamped": {} if clamps else {"maximum": card.context_length - 1},
         "text": {"maxLength": MAX_BYTES_PER_TOKEN * card.context_length},
-        "model": {"enum": list(service.names)},
+        "model": {"enum": [*service.names, SGLANGS_NAME]},
         "rank": {"maximum": config.parallel.data_parallel_size - 1},
         "steps": {"maximum": card.speculative_steps},
         "priority": {} if config.scheduler.scheduling_policy == "priority" else {"enum": [0]},

@@ -286,8 +286,10 @@ def test_an_exported_request_does_not_have_the_key(demo: Running, opened: Open) 
 
 def test_a_refused_request_says_why_and_can_be_sent_again(demo: Running, opened: Open) -> None:
     page = opened(demo, view="talk")
-    say(page, tokens=100_000)
-    assert "must be below the context of 2048" in page.locator(".turn.assistant [role=alert]").inner_text()
+    page.fill("#talk-seed", "10000000000000000000000")
+    say(page)
+    assert "seed" in page.locator(".turn.assistant [role=alert]").inner_text()
+    page.fill("#talk-seed", "1")
     page.fill("#talk-max-tokens", "4")
     act(page, "Retry", 1)
     wait_for("4 tokens", page, ".told")

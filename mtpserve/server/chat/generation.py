@@ -19,7 +19,7 @@ from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.bodies import ChatRequest
 from mtpserve.server.chat.constraints import apply_thinking_budget
-from mtpserve.server.chat.conversation import arguments_of
+from mtpserve.server.chat.conversation import INVALID_JSON, arguments_of
 from mtpserve.server.chat.dialogue import render_prompt, tool_use_of
 from mtpserve.server.chat.service import Service
 from mtpserve.server.chat.steps.step_output import StepOutput
@@ -194,7 +194,7 @@ class Choice:
             self.reader is not None
             and self.reader.ends_inside_call
             and bool(self.calls)
-            and self.calls[-1].arguments() is None
+            and INVALID_JSON in self.calls[-1].arguments()
         )
 
     @property

@@ -149,6 +149,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "ChatRequest": {"messages": CONVERSATION, "max_tokens": 32},
     "ResponsesRequest": {"input": ASKED, "max_output_tokens": 32},
     "InputTokensRequest": {"input": ASKED},
+    "CompactRequest": {"model": "default", "input": ASKED},
     "MessagesRequest": {"messages": CONVERSATION, "max_tokens": 32},
     "CountRequest": {"messages": CONVERSATION},
     "NativeRequest": {"text": "import os", "sampling_params": {"max_new_tokens": 32, "temperature": 0}},
