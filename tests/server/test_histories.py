@@ -142,6 +142,22 @@ def test_what_the_user_shows_is_refused_by_name(http: httpx.AsyncClient, path: s
     assert refused["param"] == ("input" if path == RESPONSES else "messages") and repr(part["type"]) in refused["message"]
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_a_picture_behind_a_tools_result_is_the_tools(tokenizer: Tokenizer, http: httpx.AsyncClient, path: str) -> None:
+    """Agents send a tool's pictures so where a result may only have text."""
+    server = Server(tokenizer, "a")
+    body = going_on(path, {})
+    messages = body["input" if path == RESPONSES else "messages"]
+    if path == MESSAGES:
+        messages[-1]["content"].append(IMAGE)
+    else:
+        messages.append({"role": "user", "content": [IMAGE]})
+    post(server, path, **body)
+    assert f"user: [image: {UNSEEN}\nassistant" in server.prompt()
+    messages.append({"role": "user", "content": [IMAGE]})
+    error(send(http, "POST", path, json=body), 400)
+
+
 def test_documents_in_plain_text_are_text(tokenizer: Tokenizer) -> None:
     server = Server(tokenizer, "a")
     ask(server, messages=[{"role": "user", "content": [PLAIN, FOUND, {"type": "text", "text": "so?"}]}])

@@ -291,14 +291,15 @@ def chat_messages(message: InputMessage) -> list[ChatMessage]:
         return [ChatMessage(role=message.role, content=message.content)]
     if message.role == "assistant":
         return [assistant_message(message.content)]
-    messages = []
+    messages: list[ChatMessage] = []
     for of_tools, blocks in groupby(
         message.content, lambda block: message.role == "user" and block.type == "tool_result"
     ):
         if of_tools:
             messages += [result(block) for block in blocks]
         else:
-            text = text_of_parts(list(blocks), "messages", "messages")
+            after_tool = bool(messages) and messages[-1].role == "tool"
+            text = text_of_parts(list(blocks), "messages", "messages", history=after_tool)
             messages.append(ChatMessage(role=message.role, content=text))
     return messages or [ChatMessage(role=message.role, content="")]
 

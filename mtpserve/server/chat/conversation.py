@@ -192,8 +192,9 @@ class ChatMessage(BaseModel):
         )
         return len(self.text()) + len(self.reasoning_content or "") + calls
 
-    def for_template(self, place: str = "messages") -> dict[str, Any]:
-        """`place` is the message's place in the body. Raises InvalidRequest."""
+    def for_template(self, place: str = "messages", *, after_tool: bool = False) -> dict[str, Any]:
+        """`place` is the message's place in the body. `after_tool`: it follows a tool's result. Raises
+        InvalidRequest."""
         if self.role not in ROLES:
             raise InvalidRequest(
                 f"{place}: role {self.role[:50]!r} is not supported; {', '.join(ROLES[:-1])} and "
@@ -205,7 +206,7 @@ class ChatMessage(BaseModel):
                 raise Unsupported(f"{place}: {name} is not supported: leave it out", "messages")
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": self.text(place),
+            "content": self.text(place, history=after_tool),
         }
         if (reasoning := self.reasoning_content or self.reasoning) is not None:
             message["reasoning_content"] = reasoning
@@ -235,11 +236,13 @@ class ChatMessage(BaseModel):
                 for index, call in enumerate(self.tool_calls)
             ]
 
-    def text(self, place: str = "messages") -> str:
-        """Returns the content as text. Raises Unsupported for what is none in messages of a user."""
+    def text(self, place: str = "messages", *, history: bool = False) -> str:
+        """Returns the content as text. Raises Unsupported for what is none in messages of a user, unless they
+        are `history`: see text_of_parts."""
         if not self.content and isinstance(refusal := (self.model_extra or {}).get("refusal"), str):
             return refusal  # OpenAI's field, in place of the assistant's content
-        return text_of_parts(self.content, place, "messages", history=self.role in ("assistant", "tool"))
+        history = history or self.role in ("assistant", "tool")
+        return text_of_parts(self.content, place, "messages", history=history)
 
 
 MAX_MESSAGES = 1 << 14  # more would block the event loop while they are validated
@@ -294,7 +297,12 @@ def json_text(written: Any) -> str:
 def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     if not messages:
         raise InvalidRequest("messages is empty", "messages")
-    return [message.for_template(f"messages[{index}]") for index, message in enumerate(messages)]
+    # OpenAI's chat API has no images in results: clients send them in a user's message behind the result.
+    after_tool = [False, *(message.role == "tool" for message in messages)]
+    return [
+        message.for_template(f"messages[{index}]", after_tool=after_tool[index])
+        for index, message in enumerate(messages)
+    ]
 
 
 def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

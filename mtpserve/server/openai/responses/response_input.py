@@ -186,7 +186,8 @@ def messages_of(items: Sequence[InputItem]) -> list[ChatMessage]:
         if item.type == "reasoning":
             reasoning += text_of_parts(item.content, place, "input", THOUGHTS, history=True)
             continue
-        message = message_of(item, place)
+        after_tool = bool(messages) and messages[-1].role == "tool"
+        message = message_of(item, place, history=after_tool)
         if item.type == "function_call" and messages and messages[-1].role == "assistant" and not reasoning:
             last = messages[-1]  # the calls of one answer are one message's
             messages[-1] = last.model_copy(
@@ -202,7 +203,8 @@ def messages_of(items: Sequence[InputItem]) -> list[ChatMessage]:
     return messages
 
 
-def message_of(item: InputItem, place: str) -> ChatMessage:
+def message_of(item: InputItem, place: str, *, history: bool = False) -> ChatMessage:
+    """`history`: see text_of_parts. Raises InvalidRequest."""
     match item.type:
         case "function_call":
             if item.call_id is None or item.name is None:
@@ -219,5 +221,6 @@ def message_of(item: InputItem, place: str) -> ChatMessage:
             return ChatMessage(role="tool", content=text, tool_call_id=item.call_id)
     if item.role is None or item.content is None:
         raise InvalidRequest(f"{place}: a message needs role and content", "input")
-    text = text_of_parts(item.content, place, "input", TEXTS, history=item.role == "assistant")
+    history = history or item.role == "assistant"
+    text = text_of_parts(item.content, place, "input", TEXTS, history=history)
     return ChatMessage(role=item.role, content=text)
