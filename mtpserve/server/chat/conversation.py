@@ -298,11 +298,12 @@ def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     if not messages:
         raise InvalidRequest("messages is empty", "messages")
     # OpenAI's chat API has no images in results: clients send them in a user's message behind the result.
-    after_tool = [False, *(message.role == "tool" for message in messages)]
-    return [
-        message.for_template(f"messages[{index}]", after_tool=after_tool[index])
-        for index, message in enumerate(messages)
-    ]
+    # pydantic-ai puts a system message between.
+    after_tool, filled = False, []
+    for index, message in enumerate(messages):
+        filled.append(message.for_template(f"messages[{index}]", after_tool=after_tool))
+        after_tool = message.role == "tool" or (after_tool and message.role in ("system", "developer"))
+    return filled
 
 
 def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
