@@ -1,4 +1,4 @@
-"""Clients as they are published: what installs them, how each is told of a server and run without a person, and what its tools are called."""
+"""Clients as they are published: what installs them, how each is told of a server and run alone, and what its tools are called."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ASKED = "Say hello with the shell, then look at red.png."
 HELLO = "echo hello-$((40 + 2))"
 NODE = ("node@24",)  # the runtime; some of them need a newer one than the system's
 AGENTS_NPM = (
-    "@openai/codex @anthropic-ai/claude-code opencode-ai @mariozechner/pi-coding-agent @qwen-code/qwen-code @moonshot-ai/kimi-code "
-    "@continuedev/cli"
-).split()
-LIBRARIES_NPM = "ai @ai-sdk/openai @ai-sdk/openai-compatible @ai-sdk/anthropic zod llmprobe".split()
-LIBRARIES_PIP = "langchain-openai langchain-anthropic openai-agents pydantic-ai-slim[openai,anthropic] inspect-ai openai anthropic".split()
+    "@openai/codex", "@anthropic-ai/claude-code", "opencode-ai", "@mariozechner/pi-coding-agent", "@qwen-code/qwen-code",
+    "@moonshot-ai/kimi-code", "@continuedev/cli",
+)  # fmt: skip
+LIBRARIES_NPM = ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod", "llmprobe@0.6.12")
+LIBRARIES_PIP = ("langchain-openai", "langchain-anthropic", "openai-agents", "pydantic-ai-slim[openai,anthropic]", "inspect-ai")
 Call = tuple[str, dict[str, Any]]
 
 
@@ -32,6 +32,7 @@ class Client:
     variables: Mapping[str, str] = field(default_factory=dict)
     thinks: bool = True  # it sends the reasoning back, as text
     shows: bool = True  # it sends the picture
+    cut: tuple[int, str] = (0, "")  # its exit code for an answer that is cut, and what it says then
 
 
 def codex() -> Client:
@@ -42,7 +43,8 @@ def codex() -> Client:
     # Its own sandbox does not start in every container.
     command = ("codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", ASKED)
     picture = ("view_image", {"path": "@HOME/work/red.png"})
-    return Client(command, ("exec_command", {"cmd": HELLO}), picture, {"config.toml": settings}, {"CODEX_HOME": "@HOME"})
+    cut = (1, "Incomplete response returned, reason: max_output_tokens")
+    return Client(command, ("exec_command", {"cmd": HELLO}), picture, {"config.toml": settings}, {"CODEX_HOME": "@HOME"}, cut=cut)
 
 
 def claude() -> Client:

@@ -1,6 +1,7 @@
 """A scripted model behind the real front end, for clients that need a socket.
 
-`python -m tests.clients.scripted LOG TEXT...` prints its port. Each request goes to LOG as a line of JSON: method, path, status, body.
+`python -m tests.clients.scripted LOG TEXT...` prints its port; without texts, the model is obedient.py's.
+Each request goes to LOG as a line of JSON: method, path, status, body.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mtpserve.config import ServerConfig
 from mtpserve.core.request import Finish, Request, TokenEvent
 from mtpserve.server.app import create_app
 from mtpserve.text.tokenizer import Tokenizer
+from tests.clients.obedient import ObedientClient
 from tests.server.speaking import SpeakingClient, checkpoint
 
 CUT = "[cut]"  # a text that ends so goes on until it is cut
@@ -74,7 +76,7 @@ class Log:
 
 def main(log: str, *texts: str) -> None:
     tokenizer = Tokenizer(checkpoint(Path(tempfile.mkdtemp())))
-    client = ScriptedClient(tokenizer, list(texts))
+    client = ScriptedClient(tokenizer, list(texts)) if texts else ObedientClient(tokenizer, [])
     client.card = replace(client.card, context_length=1 << 20)  # agents have long instructions, and a token here is a byte
     app = create_app(client, tokenizer, server_config=ServerConfig(tool_call_parser="hermes", reasoning_parser="qwen3"))
     server = uvicorn.Server(uvicorn.Config(Log(app, Path(log)), host="127.0.0.1", port=0, log_config=None, lifespan="off"))

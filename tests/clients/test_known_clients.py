@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -83,5 +84,20 @@ def test_an_answer_that_is_cut(installed: Installed, tmp_path: Path, name: str, 
     """Some go on, some ask again, some end with an error of their own; none blames the server."""
     client = CLIENTS[name]
     cut = f"<think>{REASONED}</think>This answer is long" if inside == "text" else call(client.shell, tmp_path).split("hello-$")[0]
-    served, _, said = talk(client, installed, tmp_path, cut + "[cut]", "The end.")
-    assert served.requests() and "Traceback" not in said, said[-4000:]
+    served, code, said = talk(client, installed, tmp_path, cut + "[cut]", "The end.")
+    assert served.requests()
+    assert (code, client.cut[1] in said) == (client.cut[0], True), said[-4000:]
+
+
+# OpenAI's streams do not end with [DONE], its names are response.reasoning_text.*, and Anthropic's streams have a signature_delta.
+NOT_OURS = {"responses: streaming + SSE framing", "messages: streaming + SSE framing"}
+
+
+def test_llmprobe(installed: Installed, tmp_path: Path) -> None:
+    """Its MUST assertions, with a model that obeys the prompts."""
+    command = ("llmprobe", "@URL/v1", "-k", "x", "-m", "fake", "--no-bench", "--no-save", "--no-color")
+    with serve((), tmp_path) as served:
+        _, said = run(Client(command, ("", {})), installed, served.url, tmp_path)
+    asserted = re.findall(r"^  (.) ((?:chat/completions|responses|messages|messages/count_tokens): .+)", said, re.MULTILINE)
+    assert len([name for mark, name in asserted if mark == "✓"]) > 60, said[-4000:]
+    assert {name for mark, name in asserted if mark == "✗"} <= NOT_OURS, said

@@ -40,7 +40,13 @@ url, api = sys.argv[1:3]
 if api == "messages":
     model = get_model("anthropic/fake", base_url=url, api_key="x", config=GenerateConfig(max_tokens=4096))
 else:
-    model = get_model("openai-api/mtpserve/fake", base_url=url + "/v1", api_key="x", responses_api=api == "responses", config=GenerateConfig(max_tokens=4096))
+    model = get_model(
+        "openai-api/mtpserve/fake",
+        base_url=url + "/v1",
+        api_key="x",
+        responses_api=api == "responses",
+        config=GenerateConfig(max_tokens=4096),
+    )
 sample = Sample("Say hello with the shell, then look at the picture.")
 task = Task([sample], solver=[use_tools(shell(), picture()), generate()])
 [log] = eval(task, model=model, display="none", log_dir="logs", retry_on_error=0)
