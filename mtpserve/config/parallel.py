@@ -149,7 +149,9 @@ class ParallelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CPUConfig:
     cpu_threads: int | None = option(
-        None, "threads of the engine's process (default: one for each of its cores, or OMP_NUM_THREADS)"
+        None,
+        "threads of the engine's process (default: one for each of its cores, or OMP_NUM_THREADS, and fewer "
+        "while other processes use the cores)",
     )
     cpu_affinity: str | None = option(
         None,

@@ -50,6 +50,7 @@ from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.integrity import check_integrity
 from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.parallel.ticks import Ticks
+from mtpserve.engine.process.core_share import CoreShare
 from mtpserve.engine.queue import SchedulingPolicy
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.stats import count, count_step
@@ -112,8 +113,8 @@ class Engine:
             max_deferred_tokens=sizes.max_deferred_tokens,
             drafter=drafter, apart=apart,
         )  # fmt: skip
-        # others are set where it shares experts with other engines
-        self._drafter, self.ticks = drafter, Ticks()
+        # others where experts are shared, and on a CPU
+        self._drafter, self.ticks, self.cores = drafter, Ticks(), CoreShare()
         self._stats = new_stats(sizes.depth, pages.total, drafter)
 
     @property
@@ -208,8 +209,7 @@ class Engine:
         self._grammars.prepare(spec)
 
     def abort(self, request_id: str) -> None:
-        """End a request, at any time and without an event; its pages and seat are free at once. Unknown ids
-        are ignored."""
+        """End a request without an event; its pages and seat are free at once. Unknown ids are ignored."""
         self._scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:

@@ -22,6 +22,7 @@ from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import SpecChange, SpecReport
 from mtpserve.engine.depth.policy import DepthPolicy, report
 from mtpserve.engine.parallel.ticks import Ticks
+from mtpserve.engine.process.core_share import CoreShare
 
 FACTORY = "tests.server.fake_engine:build"
 CONTEXT, VOCAB, STEPS, PAGES = 4096, 300, 2, 64
@@ -39,7 +40,7 @@ class FakeEngine:
         self.stats.depths = self.policy.state
         self.pause = pause
         self.live: dict[str, tuple[Request, int]] = {}
-        self.ticks = Ticks()
+        self.ticks, self.cores = Ticks(), CoreShare()
         self.cache: set[int] = set()  # hashes of prompts up to the end of a page
         self.found: dict[str, int] = {}  # tokens in it, for each live request
 

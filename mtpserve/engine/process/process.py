@@ -36,6 +36,7 @@ from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import SpecChange, SpecReport
 from mtpserve.engine.parallel.ticks import State, Ticks
+from mtpserve.engine.process.core_share import CoreShare
 from mtpserve.engine.process.messages import (
     INBOX,
     OUTBOX,
@@ -85,6 +86,7 @@ class EngineLike(Protocol):
     """What the loop needs of an engine; tests bring a fake one."""
 
     ticks: Ticks
+    cores: CoreShare
 
     @property
     def card(self) -> ModelCard: ...
@@ -220,6 +222,7 @@ def loop(engine: EngineLike, pipe: Pipe, profiling: Profiling) -> None:
     inbox, ticks, trimmed, going = Inbox(engine, pipe, profiling), engine.ticks, perf_counter(), True
     while True:
         PULSE.beat()
+        engine.cores.update()
         if perf_counter() - trimmed > TRIM_S:
             give_back()
             trimmed = perf_counter()

@@ -31,7 +31,7 @@ from mtpserve.engine.startup.drafter import plan_engine
 from mtpserve.engine.startup.fingerprint import facts, fingerprint
 from mtpserve.engine.startup.planning import Plan, load_model, overlap_of, positions
 from mtpserve.engine.startup.recording import header_of, recorder_of
-from mtpserve.engine.startup.threads import bind
+from mtpserve.engine.startup.threads import bind, core_share
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.quant.int8 import Int8
@@ -315,6 +315,7 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
     family, spread = engine_plan.described.family, engine_plan.described.spread
     if spread is not None:
         engine.ticks = ticks_of(spread, meet(config, spread, arch, engine_plan.dtype, device), others)
+    engine.cores = core_share(config)
     engine.card = replace(
         engine.card,
         synthetic_acceptance=None if curve is None else curve.name,

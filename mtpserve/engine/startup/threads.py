@@ -9,6 +9,7 @@ import torch
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError
+from mtpserve.engine.process.core_share import CoreShare
 from mtpserve.engine.startup.compute import device_number, device_of
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,14 @@ def bind(config: EngineConfig) -> None:
         torch.get_num_threads(),
         "of the system's choice" if cores is None else sorted(cores),
     )
+
+
+def core_share(config: EngineConfig) -> CoreShare:
+    """The threads follow the cores that are free, but where their number was asked for, and among ranks."""
+    is_fixed = config.cpu.cpu_threads is not None or config.parallel.ranks > 1
+    if is_fixed or device_of(config).type == "cuda":
+        return CoreShare()
+    return CoreShare(torch.get_num_threads(), torch.set_num_threads)
 
 
 def process_cores(

@@ -1,7 +1,5 @@
 // torch's own threads (its OpenMP library) work on one op, or on a whole stack of layers, as a team.
 #pragma once
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -17,11 +15,13 @@ int omp_get_num_threads() noexcept;
 }
 
 namespace mtp {
-// Waits for all members: spins a while, since the others arrive within microseconds, then gives the core away.
+// Waits for all members: spins a while, since the others arrive within microseconds, then sleeps. A member that is later has lost its core
+// to another process. A core whose thread sleeps is idle, and the system moves that member to it; one whose thread only yields is not.
 struct Barrier {
   static constexpr int SPINS = 4000;
   alignas(64) std::atomic<int> arrived{0};
   alignas(64) std::atomic<int> phase{0};
+  alignas(64) std::atomic<int> left{0};
 
   void wait(int members) {
     if (members == 1) return;
@@ -29,11 +29,26 @@ struct Barrier {
     if (arrived.fetch_add(1, std::memory_order_acq_rel) == members - 1) {
       arrived.store(0, std::memory_order_relaxed);
       phase.store(now + 1, std::memory_order_release);
+      phase.notify_all();
       return;
     }
-    for (int spins = 0; phase.load(std::memory_order_acquire) == now; spins++) {
+    until(phase, [now](int value) { return value != now; });
+  }
+
+  // Once, at the end of the work: member 0 waits for all others. They do not wait, so that none of them has to be woken.
+  void leave(int index, int members) {
+    if (members == 1) return;
+    if (index == 0) return until(left, [members](int value) { return value == members - 1; });
+    if (left.fetch_add(1, std::memory_order_acq_rel) == members - 2) left.notify_one();
+  }
+
+ private:
+  template <class Done> static void until(const std::atomic<int>& number, Done done) {
+    int value = number.load(std::memory_order_acquire);
+    for (int spins = 0; !done(value); spins++) {
       if (spins < SPINS) pause();
-      else sched_yield();
+      else number.wait(value, std::memory_order_acquire);
+      value = number.load(std::memory_order_acquire);
     }
   }
 };
@@ -74,7 +89,9 @@ template <class Body> void parallel(int threads, const Body& body) {
   if (threads <= 1) return body(Member{0, 1, &team.barrier});
   const auto member = [](void* data) {
     Team& own = *(Team*)data;
-    own.body(Member{omp_get_thread_num(), omp_get_num_threads(), &own.barrier});
+    const Member self{omp_get_thread_num(), omp_get_num_threads(), &own.barrier};
+    own.body(self);
+    own.barrier.leave(self.index, self.size);  // OpenMP's own barrier spins for milliseconds
   };
   GOMP_parallel(member, &team, threads, 0);
 }
