@@ -59,7 +59,9 @@ def dispatch(arguments: Sequence[str]) -> int:
         print(f"mtpserve {__version__}")
         return 0
     if command not in (*COMMANDS, *ALIASES):
-        raise ConfigError(f"unknown command {command!r}{suggest(command, COMMANDS)} (see mtpserve --help)")
+        raise ConfigError(
+            f"unknown command {command!r}{suggest(command, (*COMMANDS, *ALIASES))} (see mtpserve --help)"
+        )
     code: int = import_module(module_of(command)).run(arguments[1:])
     return code
 

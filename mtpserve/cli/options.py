@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from mtpserve.cli.noops import NO_OPS, is_no_op
 from mtpserve.cli.peers import INSTEAD, UNUSED_KEYS
 from mtpserve.config import ENGINE_SECTIONS, SECTIONS, EngineConfig, ServerConfig
 from mtpserve.config.spec import NONE
@@ -40,6 +42,8 @@ OBJECTS = (
     "--kv-events-config",
     "--default-chat-template-kwargs",
 )
+SUFFIXED = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
+SIMILAR = 0.75  # names that share less are no suggestion
 SPECULATIVE_KEYS = {
     "method": "speculative_algorithm",
     "num_speculative_tokens": "speculative_num_steps",
@@ -62,6 +66,7 @@ class Option:
     aliases: tuple[str, ...]
     choices: tuple[str, ...] | None
     many: bool = False  # a tuple: comma-separated text, a list in a YAML file, or given several times
+    synonyms: tuple[tuple[str, object], ...] = ()  # texts, and the values that they mean
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -77,15 +82,13 @@ class Option:
 
     def read(self, value: object) -> object:
         """The value with the field's type. Text is parsed, so that numbers may be quoted in YAML."""
+        value = dict(self.synonyms).get(str(value), value)
         if value is None and self.optional:
             return None
         if self.many:
             return self._read_many(value if isinstance(value, list) else [value])
-        try:
-            if isinstance(value, str) and self.kind in (int, float):
-                value = self.kind(value)
-        except ValueError:
-            pass
+        if isinstance(value, str) and self.kind in (int, float):
+            value = number_of(value, self.kind)
         if self.kind is float and type(value) is int:
             value = float(value)
         if type(value) is not self.kind:
@@ -109,6 +112,18 @@ class Option:
         return parts
 
 
+def number_of(text: str, kind: type) -> object:
+    """The number, or the text where it is none. vLLM's suffixes: 32k is 32,000, and 32K is 32,768."""
+    try:
+        if kind is int and (match := SUFFIXED.fullmatch(text)) is not None:
+            power = 1 + "kmgt".index(match[2].lower())
+            number = float(match[1]) * (1000 if match[2].islower() else 1024) ** power
+            return int(number) if number.is_integer() else text
+        return kind(text)
+    except ValueError:
+        return text
+
+
 class Settings(NamedTuple):
     """All options; `engine` is the part that the engine process gets."""
 
@@ -123,10 +138,15 @@ def dashed(name: str) -> str:
 def suggest(name: str, names: Iterable[str]) -> str:
     """The end of an error about `name`: "; " and the advice in peers.py or the most similar known names; ""
     if there are none."""
-    if (instead := INSTEAD.get(dashed(name.lstrip("-")))) is not None:
+    bare = dashed(name.lstrip("-"))
+    if (instead := INSTEAD.get(bare)) is not None:
         return f"; {instead}"
-    near = get_close_matches(name, list(names), n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    if (no_op := NO_OPS.get(bare.removeprefix("no-"))) is not None:
+        return f"; it cannot be turned off: {no_op.why}"
+    known = {known.lstrip("-"): known for known in names}
+    near = get_close_matches(bare, known, n=3, cutoff=SIMILAR)
+    near = near or [one for one in known if len(bare) > 3 and one.startswith(f"{bare}-")][:3]
+    return f"; did you mean {' or '.join(known[one] for one in near)}?" if near else ""
 
 
 def all_options(sections: Sections = SECTIONS) -> list[Option]:
@@ -141,18 +161,18 @@ def all_options(sections: Sections = SECTIONS) -> list[Option]:
             ]
             many, meta = Ellipsis in kinds, field.metadata
             optional = len(get_args(hints[field.name])) > 1 and not many
-            what = (meta["help"], meta["aliases"], meta["choices"], many)
+            what = (meta["help"], meta["aliases"], meta["choices"], many, meta["synonyms"])
             options.append(Option(section, field.name, kinds[0], optional, field.default, *what))
     return options
 
 
 class Switch(argparse.BooleanOptionalAction):
-    """--x and --no-x; the option's own name may begin with no-."""
+    """--x and --no-x; where one of an option's names begins with no-, the rest of it turns the option off."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
         self._on = frozenset(option_strings)
         super().__init__(option_strings, dest, **more)
-        self.option_strings = [name for name in self.option_strings if not name.startswith("--no-no-")]
+        self.option_strings = [name.replace("--no-no-", "--") for name in self.option_strings]
 
     def __call__(
         self,
@@ -162,6 +182,21 @@ class Switch(argparse.BooleanOptionalAction):
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, option_string in self._on)
+
+
+class Several(argparse.Action):
+    """Values up to the next option, each time; `several` is set to the name that got more than one."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *values])
+        if len(values) > 1:
+            namespace.several = option_string
 
 
 def add_options(
@@ -181,7 +216,7 @@ def add_options(
             default = "" if option.default in (None, ()) else f" (default: {option.default})"
             text = (option.help + default).replace("%", "%%")
             kind: dict[str, Any] = {"action": Switch} if option.kind is bool else {"metavar": option.metavar}
-            kind |= {"action": "append"} if option.many else {}
+            kind |= {"action": Several, "nargs": "+"} if option.many else {}
             group.add_argument(*flags, dest=option.name, default=argparse.SUPPRESS, help=text, **kind)
     both = parser.add_argument_group("several options at once")
     both.add_argument(
@@ -203,6 +238,11 @@ def parsed_values(arguments: argparse.Namespace) -> Values:
         merge(line, {"model": arguments.checkpoint})
     if arguments.speculative_config is not None:
         merge(line, speculative(arguments.speculative_config, options))
+    if hasattr(arguments, "several") and hasattr(arguments, "checkpoint") and "model" not in values | line:
+        # or a model's name would be taken for a key, and another model be served
+        raise ConfigError(
+            f"{arguments.several} takes all texts up to the next option: put MODEL before it, or use --model"
+        )
     return values | line
 
 
@@ -253,8 +293,13 @@ def from_keys(tree: Mapping[object, object], options: list[Option], where: str) 
     values: Values = {}
     for key, value in tree.items():
         spelling = dashed(str(key))
+        text = str(value) if isinstance(value, str | int | float) and value is not True else None
+        if is_no_op(spelling, text):
+            continue
         if spelling in by_spelling:
             merge(values, {by_spelling[spelling].name: by_spelling[spelling].read(value)})
+        elif type(value) is bool and (switch := by_spelling.get(f"no-{spelling}")) is not None:
+            merge(values, {switch.name: not value})
         elif spelling == "speculative-config" and "speculative-algorithm" in by_spelling:
             merge(values, speculative(value, {option.name: option for option in options}))
         else:

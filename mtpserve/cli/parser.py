@@ -1,5 +1,5 @@
-"""argparse, but underscores are dashes, an option may be abbreviated to a unique prefix, and an error is a
-ConfigError."""
+"""argparse, but underscores are dashes, names of peers are understood, and an error is a ConfigError. No
+option may be abbreviated: a later option with the same beginning would change what a command means."""
 
 from __future__ import annotations
 
@@ -9,24 +9,45 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from mtpserve.cli.noops import is_no_op, takes_value
 from mtpserve.cli.options import OBJECTS, suggest
-from mtpserve.cli.peers import SHORT
+from mtpserve.cli.peers import SHORT, WITH_VALUE
 from mtpserve.core.errors import ConfigError
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*")
+LEVEL = re.compile(r"-O(\d)")  # vLLM's -O3
 MEMBER = re.compile(r"(-[A-Za-z]+|--[A-Za-z][\w-]*)\.([^=]+)(=.*)?", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
-        # argparse rejects a prefix of two names of one option as ambiguous; `_full` does not.
         super().__init__(allow_abbrev=False, **options)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        return self.parse_args(list(self._expand(self._joined(arguments))))
+        return self.parse_args(list(self._expand(self._joined(list(self._needed(arguments))))))
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def _needed(self, arguments: Sequence[str]) -> Iterator[str]:
+        """The arguments but those of peers that change nothing, with their values."""
+        remaining = list(arguments)
+        while remaining and remaining[0] != "--" and self._has("--speculative-config"):
+            flag, equals, value = (argument := remaining.pop(0)).partition("=")
+            if (level := LEVEL.fullmatch(argument)) is not None:
+                flag, equals, value = "-O", "=", level[1]
+            name = self._other(flag.partition(".")[0]).lstrip("-").replace("_", "-")
+            following = remaining[0] if remaining else None
+            takes = not equals and following is not None and takes_value(name, following)
+            if not flag.startswith("-"):
+                yield argument
+            elif name in WITH_VALUE:
+                yield from [WITH_VALUE[name]] if self._has(WITH_VALUE[name].partition("=")[0]) else []
+            elif is_no_op(name, value if equals else following if takes else None):
+                del remaining[: int(takes)]
+            else:
+                yield argument
+        yield from remaining
 
     def _joined(self, arguments: Sequence[str]) -> Sequence[str]:
         """Joins an object's members, which vLLM writes one by one: `--x.a 1 --x.b.c=text --x.d+ 2` becomes
@@ -54,7 +75,7 @@ class Parser(argparse.ArgumentParser):
 
     def _object(self, flag: str) -> str:
         """The option that takes an object, by its first name."""
-        name = self._full(SHORT.get(flag, flag))
+        name = self._full(flag)
         if name not in OBJECTS:
             raise ConfigError(f"{flag} takes no object: only {', '.join(OBJECTS)} have members")
         return name
@@ -68,7 +89,7 @@ class Parser(argparse.ArgumentParser):
                 yield from remaining
                 return
             flag, equals, value = argument.partition("=")
-            flag = SHORT.get(flag, flag)
+            flag = self._other(flag)
             if not FLAG.fullmatch(flag) or (name := self._full(flag)) not in objects:
                 yield argument
                 continue
@@ -83,20 +104,24 @@ class Parser(argparse.ArgumentParser):
         for argument in arguments:
             plain = plain or argument == "--"
             flag, equals, value = argument.partition("=")
-            flag = flag if plain else SHORT.get(flag, flag)
-            yield argument if plain or not FLAG.fullmatch(flag) else self._full(flag) + equals + value
+            is_flag = not plain and (FLAG.fullmatch(flag) or self._other(flag) != flag)
+            yield self._full(flag) + equals + value if is_flag else argument
+
+    def _has(self, flag: str) -> bool:
+        return flag in self._option_string_actions
+
+    def _other(self, flag: str) -> str:
+        """The name here of a peer's option."""
+        return flag if self._has(flag) else SHORT.get(flag.replace("_", "-"), flag)
 
     def _full(self, flag: str) -> str:
-        spelling, actions = flag.replace("_", "-"), self._option_string_actions
-        if spelling in actions:
-            return spelling
-        # each option's first name
-        longer = {actions[name].dest: name for name in reversed(actions) if name.startswith(spelling)}
-        if len(longer) > 1:
-            raise ConfigError(f"{flag} could be {' or '.join(sorted(longer.values()))}")
-        if not longer:
-            raise ConfigError(f"unknown option {flag}{suggest(spelling, actions)} (see {self.prog} --help)")
-        return next(iter(longer.values()))
+        spelling = self._other(flag).replace("_", "-")
+        if not self._has(spelling):
+            advice = suggest(
+                spelling, (*self._option_string_actions, *(name for name in SHORT if len(name) > 4))
+            )
+            raise ConfigError(f"unknown option {flag}{advice} (see {self.prog} --help)")
+        return spelling
 
 
 def value_of(text: str) -> Any:

@@ -32,6 +32,7 @@ class CacheConfig:
         "keys and values: fp8_e4m3 (or fp8) takes half the memory and rounds to 3 bits of mantissa; "
         "auto stores them in --dtype",
         choices=("auto", "fp8_e4m3", "fp8", "bfloat16"),
+        synonyms=(("bf16", "bfloat16"),),
     )
     disable_radix_cache: bool = option(
         False,

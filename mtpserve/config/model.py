@@ -8,6 +8,10 @@ from pathlib import Path
 from mtpserve.config.options import check, option
 from mtpserve.core.gguf import SUFFIX
 
+DTYPES = (
+    ("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("float", "float32"), ("fp32", "float32"),
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -44,9 +48,10 @@ class ModelConfig:
     )
     dtype: str = option(
         "auto",
-        "weights and KV: bfloat16, float16, float32; auto takes the checkpoint's own, plain torch "
-        "on a CPU without bfloat16 units float32",
+        "weights and KV: bfloat16 (bf16), float16 (half, fp16), float32 (float, fp32); auto takes "
+        "the checkpoint's own, plain torch on a CPU without bfloat16 units float32",
         choices=("auto", "bfloat16", "float16", "float32"),
+        synonyms=DTYPES,
     )
     quantization: str = option(
         "auto",
@@ -66,7 +71,10 @@ class ModelConfig:
         choices=("auto", "triton", "cpu", "reference"),
     )
     context_length: int | None = option(
-        None, "tokens of prompt and output together (default: the model's)", "max-model-len"
+        None,
+        "tokens of prompt and output together, like 8192 or 8K; auto: the model's (default: auto)",
+        "max-model-len",
+        synonyms=(("auto", None), ("-1", None), ("0", None)),  # the last is llama.cpp's
     )
 
     def __post_init__(self) -> None:

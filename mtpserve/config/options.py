@@ -1,5 +1,5 @@
 """What an option is: a field of a frozen dataclass. Its metadata: `help`, `aliases` (other names, SGLang's
-and vLLM's among them, without the leading dashes), `choices`."""
+and vLLM's among them, without the leading dashes), `choices`, `synonyms` (texts that mean a value)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ USUAL_PAGE = 16  # tokens, where nobody asks for another
 
 
 def option(
-    default: Any, help: str, *aliases: str, choices: tuple[str, ...] | None = None, secret: bool = False
+    default: Any,
+    help: str,
+    *aliases: str,
+    choices: tuple[str, ...] | None = None,
+    secret: bool = False,
+    synonyms: tuple[tuple[str, object], ...] = (),
 ) -> Any:
-    return field(
-        default=default, metadata={"help": help, "aliases": aliases, "choices": choices, "secret": secret}
-    )
+    more = {"choices": choices, "secret": secret, "synonyms": synonyms}
+    return field(default=default, metadata={"help": help, "aliases": aliases, **more})
 
 
 def check(good: bool, name: str, value: object, allowed: str) -> None:
