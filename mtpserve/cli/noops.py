@@ -111,8 +111,8 @@ NO_OPS = (
 PEER_VALUES = {
     "attention-backend": NoOp(
         "the kernels are this program's own", True,
-        r"flash_?infer\w*|fa[234]|flash_?attn\w*|\w*mla\w*|trtllm_\w+|torch_native|flex_\w+|triton_attn\w*|nsa"
-        r"|dsa|aiter\w*|ascend|intel_\w+|dual_chunk\w*|wave|hybrid_linear_attn|torch_sdpa|cpu_attn|rocm_\w+",
+        r"flash_?infer\w*|fa[234]|flash_?attn\w*|\w*mla\w*|trtllm_\w+|torch_native|flex_\w+|triton_attn\w*"
+        r"|nsa|dsa|aiter\w*|ascend|intel_\w+|dual_chunk\w*|wave|hybrid_linear_attn|torch_sdpa|cpu_attn|rocm_\w+",
     ),
     "load-format": NoOp(
         "safetensors are read", True,
@@ -140,7 +140,7 @@ def is_no_op(name: str, value: str | None) -> bool:
 
 
 def takes_value(name: str, following: str | None) -> bool:
-    """Whether the next argument, which is `following`, is the option's value."""
+    """True if the next argument, which is `following`, is the option's value."""
     if name == "flash-attn":
         return following is not None and following.lower() in SWITCHED
     return name in PEER_VALUES or (name in NO_OPS and NO_OPS[name].takes)

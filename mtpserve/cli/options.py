@@ -143,10 +143,10 @@ def suggest(name: str, names: Iterable[str]) -> str:
         return f"; {instead}"
     if (no_op := NO_OPS.get(bare.removeprefix("no-"))) is not None:
         return f"; it cannot be turned off: {no_op.why}"
-    known = {known.lstrip("-"): known for known in names}
-    near = get_close_matches(bare, known, n=3, cutoff=SIMILAR)
-    near = near or [one for one in known if len(bare) > 3 and one.startswith(f"{bare}-")][:3]
-    return f"; did you mean {' or '.join(known[one] for one in near)}?" if near else ""
+    by_bare = {candidate.lstrip("-"): candidate for candidate in names}
+    near = get_close_matches(bare, by_bare, n=3, cutoff=SIMILAR)
+    near = near or [longer for longer in by_bare if len(bare) > 3 and longer.startswith(f"{bare}-")][:3]
+    return f"; did you mean {' or '.join(by_bare[similar] for similar in near)}?" if near else ""
 
 
 def all_options(sections: Sections = SECTIONS) -> list[Option]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from mtpserve.cli.noops import is_no_op, takes_value
+from mtpserve.cli.noops import PEER_VALUES, is_no_op, takes_value
 from mtpserve.cli.options import OBJECTS, suggest
 from mtpserve.cli.peers import SHORT, WITH_VALUE
 from mtpserve.core.errors import ConfigError
@@ -32,14 +32,14 @@ class Parser(argparse.ArgumentParser):
     def _needed(self, arguments: Sequence[str]) -> Iterator[str]:
         """The arguments but those of peers that change nothing, with their values."""
         remaining = list(arguments)
-        while remaining and remaining[0] != "--" and self._has("--speculative-config"):
+        while remaining and remaining[0] != "--" and self._has("--config"):
             flag, equals, value = (argument := remaining.pop(0)).partition("=")
             if (level := LEVEL.fullmatch(argument)) is not None:
                 flag, equals, value = "-O", "=", level[1]
             name = self._other(flag.partition(".")[0]).lstrip("-").replace("_", "-")
             following = remaining[0] if remaining else None
             takes = not equals and following is not None and takes_value(name, following)
-            if not flag.startswith("-"):
+            if not flag.startswith("-") or (self._has(f"--{name}") and name not in PEER_VALUES):
                 yield argument
             elif name in WITH_VALUE:
                 yield from [WITH_VALUE[name]] if self._has(WITH_VALUE[name].partition("=")[0]) else []

@@ -59,8 +59,7 @@ def test_published_commands(line: str, ranks: int, data: int, spreads: bool, dra
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("--tp 16 --dp 16 --enable-dp-attention --nnodes 2", "unknown option --nnodes; a server's engines are on one machine"),
-        ("--tp 8 --dp 8 --enable-dp-attention --moe-a2a-backend deepep", "rows are exchanged by torch.distributed: leave it out"),
+        ("--tp 16 --dp 16 --enable-dp-attention --nnodes 2", "--nnodes 2 is not possible: a server is on one machine"),
         ("--tp 8 --dp 3 --enable-dp-attention", "--tensor-parallel-size must be 1, or a multiple of --data-parallel-size, which is 3"),
         (
             "--dp 8 --enable-expert-parallel --disaggregation-mode decode --speculative-algorithm MTP",

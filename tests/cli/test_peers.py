@@ -11,6 +11,7 @@ from mtpserve.cli import generate, launch
 from mtpserve.cli.noops import NO_OPS
 from mtpserve.cli.options import Settings, parsed_values, settings
 from mtpserve.core.errors import ConfigError
+from mtpserve.tools.bench.eval import bench_eval
 
 
 def parse(line: str) -> Settings:
@@ -51,6 +52,10 @@ def test_every_such_option_is_left_out_alone(name: str) -> None:
 def test_a_prompt_may_follow_a_flag_that_is_left_out() -> None:
     assert generate.parser().parse(["--trust-remote-code", "hello"]).prompt == "hello"
     assert generate.parser().parse(["--", "--trust-remote-code"]).prompt == "--trust-remote-code"
+
+
+def test_a_command_may_have_an_option_of_that_name() -> None:
+    assert bench_eval.parser().parse(["--task", "mmlu", "--data", "x"]).task == "mmlu"
 
 
 @pytest.mark.parametrize(
