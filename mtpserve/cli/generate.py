@@ -101,8 +101,9 @@ def run(arguments: Sequence[str]) -> int:
     sampling = sampling_of(options)
     prompt = prompt_of(options)
     values = parsed_values(options)
-    settings(values)  # conflicting options fail here, before torch is imported
+    from mtpserve.weights.checkpoint.hub import require_names
 
+    require_names(settings(values).engine)  # what cannot work fails here, before torch is imported
     from mtpserve.llm import LLM
 
     # a shared config file may contain the server's too

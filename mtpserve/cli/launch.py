@@ -18,7 +18,9 @@ def parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     config = settings(parsed_values(parser().parse(arguments)))
+    from mtpserve.weights.checkpoint.hub import fetched, require_names
+
+    require_names(config.engine)  # before what takes seconds to import
     from mtpserve.server.launch import serve
-    from mtpserve.weights.checkpoint.hub import fetched
 
     return serve(config.engine, config.server, fetch=fetched)

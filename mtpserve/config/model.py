@@ -12,6 +12,15 @@ DTYPES = (
     ("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("float", "float32"), ("fp32", "float32"),
 )  # fmt: skip
 
+# vLLM's and SGLang's names of a checkpoint's format → its quant_method's names; each means auto
+FORMATS: dict[str, tuple[str, ...]] = {
+    "awq": ("awq",), "awq_marlin": ("awq",), "gptq": ("gptq",), "gptq_marlin": ("gptq",),
+    "moe_wna16": ("awq", "gptq"), "compressed-tensors": ("compressed-tensors",),
+    "w8a8_int8": ("compressed-tensors",), "w8a8_fp8": ("compressed-tensors", "fp8"),
+    "fbgemm_fp8": ("fbgemm_fp8",), "modelopt": ("modelopt",), "modelopt_fp8": ("modelopt",),
+    "modelopt_fp4": ("modelopt",), "mxfp4": ("mxfp4",), "gguf": ("gguf",),
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -58,8 +67,9 @@ class ModelConfig:
         "weights that the checkpoint has in float8 or in four bits: none expands them to --dtype, "
         "fp8 and int4 keep them, auto keeps them "
         "where Triton runs; int8, on a CPU: rounds the trunk's layers, and products' inputs: the "
-        "output is then not quite the model's",
-        choices=("auto", "fp8", "int4", "int8", "none"),
+        "output is then not quite the model's; a format's name (awq, gptq, compressed-tensors, …): auto, "
+        "where the checkpoint has it",
+        choices=("auto", "fp8", "int4", "int8", "none", *FORMATS),
     )
     device: str = option(
         "auto", "cuda or cpu; auto takes a GPU where there is one", choices=("auto", "cpu", "cuda")

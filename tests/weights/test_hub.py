@@ -165,6 +165,27 @@ def test_a_path_that_is_not_there_is_refused_before_torch_is_imported(tmp_path: 
     assert (done.returncode, done.stderr.count("\n")) == (1, 1) and f"{tmp_path / 'nowhere'}: no such directory" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("launch", "dmo"), "dmo: no such directory or GGUF file, no bundled model (demo, smollm2), and no id on the hub (org/name); did "
+         "you mean demo?"),
+        (("generate", "--model", "unheard", "hi"), "unheard: no such directory or GGUF file, no bundled model (demo, smollm2)"),
+        (("launch", "demo", "--tokenizer", "./nowhere"), "./nowhere: no such directory or GGUF file"),
+        (("launch", "demo", "--speculative-draft-model-path", "a/b/c"), "a/b/c: no such directory or GGUF file"),
+        (("launch", "-hf", "org/name:Q4_K_M"), "use `hf download org/name FILE.gguf`, and --model with the path"),
+        (("launch", "org/name-GGUF"), "use `hf download org/name-GGUF FILE.gguf`, and --model with the path"),
+    ],
+)  # fmt: skip
+def test_a_name_that_means_nothing_is_refused_before_torch_is_imported(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("mtpserve.server.launch", "mtpserve.llm"):  # an import of None fails
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_what_is_said_while_offline(hub: Hub, tmp_path: Path) -> None:
     done = run(tmp_path, f"http://127.0.0.1:{hub.server_port}", "-m", "mtpserve", "launch", ID, "--port", "0", offline=True)
     assert done.returncode == 1 and f"{ID}: no such directory, and HF_HUB_OFFLINE is set: it is not downloaded" in done.stderr
@@ -172,10 +193,10 @@ def test_what_is_said_while_offline(hub: Hub, tmp_path: Path) -> None:
 
 def test_a_download_is_a_bar_and_not_a_line_for_each_request(hub: Hub, tmp_path: Path) -> None:
     """Ended by an option that is refused once the model is there."""
-    refused = ("--port", "0", "--speculative-algorithm", "MTP", "--speculative-draft-model-path", "nowhere")
+    refused = ("--port", "0", "--context-length", "100000000")
     done = run(tmp_path, f"http://127.0.0.1:{hub.server_port}", "-m", "mtpserve", "launch", ID, *refused)
     said = done.stderr
-    assert done.returncode and "nowhere" in said.splitlines()[-1] and "HTTP Request" not in said and "/resolve/" not in said
+    assert done.returncode and "100000000" in said.splitlines()[-1] and "HTTP Request" not in said and "/resolve/" not in said
     bars = {line.partition(":")[0] for line in re.split("[\r\n]", said) if "%|" in line}
     assert bars == {f"Fetching {len(hub.wanted)} files"}, said
 

@@ -19,7 +19,7 @@ from mtpserve.core.protocols.parallel import ALONE, PlannedRank, Ranks, SpreadEx
 from mtpserve.engine.parallel.spread import spread_of, with_ranks
 from mtpserve.engine.startup.compute import device_of, dtype_of, kernels_of
 from mtpserve.engine.startup.draft_model import drafts_itself, head_of, mtp_count, nextn_rules
-from mtpserve.engine.startup.storage import Storage, int8_of, storage_of
+from mtpserve.engine.startup.storage import Storage, int8_of, storage_of, with_format
 from mtpserve.heads.head import Head
 from mtpserve.heads.kinds import require_kind
 from mtpserve.layers.decoder import DecoderModel
@@ -200,6 +200,7 @@ def plan(config: EngineConfig) -> Plan:
     device = device_of(config)
     config = replace(config, scheduler=config.scheduler.on(device.type))
     config = deep_as_layers(paged(config, described.arch), described.arch)
+    config = with_format(config, described.config)
     dtype = dtype_of(config, described.arch, device)
     length = config.model.context_length
     if length is not None and length > described.arch.max_positions:

@@ -4,19 +4,23 @@ what the device reads."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from mtpserve.config import EngineConfig
+from mtpserve.config.model import FORMATS
 from mtpserve.core.arch.model import ModelArch
 from mtpserve.core.errors import ConfigError
+from mtpserve.core.gguf import SUFFIX
 from mtpserve.core.protocols.linear import LinearMethod
 from mtpserve.layers.decoder import Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.quant.fp8 import FP8
 from mtpserve.quant.registry import METHODS
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.hf import quantization
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.formats import kinds_of
 
 # From this size on a draft head is read from memory again in each pass, so that half the bytes save time:
@@ -52,6 +56,19 @@ class Storage:
             method("int8") if self.draft_int8 else layers,
             method("int8") if self.draft_int8 else None,
         )
+
+
+def with_format(config: EngineConfig, hf_config: HFConfig) -> EngineConfig:
+    """Checks a --quantization that names the checkpoint's format, and returns `config` with auto in its
+    place. Raises ConfigError where the checkpoint has another format."""
+    name, directory = config.model.quantization, config.model.directory
+    if name not in FORMATS:
+        return config
+    method = "gguf" if directory.suffix == SUFFIX else quantization(hf_config)
+    if method not in FORMATS[name]:
+        format = "weights that are not quantised" if method == "none" else f"weights in the format {method}"
+        raise ConfigError(f"--quantization {name}: {directory} has {format}: leave the option out")
+    return replace(config, model=replace(config.model, quantization="auto"))
 
 
 def storage_of(

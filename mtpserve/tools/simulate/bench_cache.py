@@ -240,7 +240,7 @@ def shape_of(config: EngineConfig) -> ModelShape:
     size = {"float32": 4}.get(arch.dtype if config.model.dtype == "auto" else config.model.dtype, 2)
     quantization = config.model.quantization
     small = quantization in ("fp8", "int4", "int8") or (
-        quantization == "auto" and hf_config.has("quantization_config")
+        quantization != "none" and hf_config.has("quantization_config")
     )
     return ModelShape.of(
         arch, 1 if small else size, 1 if config.cache.kv_cache_dtype.startswith("fp8") else size

@@ -10,17 +10,20 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
 
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.errors import LoadError
-from mtpserve.weights.checkpoint.gguf_names import gguf_file
+from mtpserve.weights.checkpoint.gguf_names import PACKAGES, gguf_file
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 TOKENIZER = ("*.json", "*.jinja")
 WEIGHTS = (*TOKENIZER, "*.safetensors")
 USUAL_HEADER, WHOLE = 1 << 16, 1 << 28  # bytes that are asked for: of weights at first, of a config
+BUNDLED = ("demo", *PACKAGES)
+SIMILAR = 0.75  # names that share less are no suggestion
 BELOW = "*/*"  # subdirectories hold other formats, or the same weights again
 
 
@@ -31,6 +34,7 @@ def fetched(config: EngineConfig, download: bool = True, headers: Path | None = 
 
     Raises LoadError naming the id.
     """
+    require_names(config)
     model, spec = config.model, config.spec
     where = (model.revision, model.download_dir, download, headers)
     local_path = gguf_file(model.model)
@@ -50,6 +54,26 @@ def fetched(config: EngineConfig, download: bool = True, headers: Path | None = 
         local_path = directory_of(draft, files, None, *where[1:3], None) if is_id(draft) else gguf_file(draft)
         spec = spec.with_checkpoint(local_path or str(ModelConfig(model=draft).directory))
     return replace(config, model=model, spec=spec)
+
+
+def require_names(config: EngineConfig) -> None:
+    """Raises LoadError for a name that means nothing here, before anything is imported or downloaded."""
+    for name in (config.model.model, config.model.tokenizer, config.spec.checkpoint):
+        if not name or name in BUNDLED or Path(name).exists():
+            continue
+        if (tagged := ID.match(name)) is not None and (":" in name or name.upper().endswith("-GGUF")):
+            raise LoadError(
+                f"{name}: GGUF files of the hub are not downloaded from here; use "
+                f"`hf download {tagged[0]} FILE.gguf`, and --model with the path that it prints"
+            )
+        if not is_id(name):
+            beside = [path.name for path in Path(name).parent.glob("*")]
+            near = get_close_matches(Path(name).name, [*BUNDLED, *beside], n=2, cutoff=SIMILAR)
+            advice = f"; did you mean {' or '.join(near)}?" if near else ""
+            others = f", no bundled model ({', '.join(BUNDLED)}), and no id on the hub (org/name)"
+            raise LoadError(
+                f"{name}: no such directory or GGUF file{'' if name[0] in '/.~' else others}{advice}"
+            )
 
 
 def is_id(name: str) -> bool:
