@@ -2,7 +2,8 @@
 
 MTPServeError
 ├── ConfigError        a launch option or a config file                        → one line, exit code 2
-│   └── NoRoom             nothing is left for keys and values
+│   ├── NoRoom             nothing is left for keys and values
+│   └── PoolTooSmall       --max-total-tokens is less than one request with drafts needs
 ├── LoadError          a checkpoint: its file, its tensor, what is accepted    → one line, exit code 1
 │   └── UnsupportedModel   an architecture or a layout that no family supports
 ├── InvalidRequest     one request's field (`param`)                           → HTTP 400
@@ -28,6 +29,10 @@ class ConfigError(MTPServeError):
 
 class NoRoom(ConfigError):
     pass
+
+
+class PoolTooSmall(ConfigError):
+    """--max-total-tokens is less than one request with drafts needs."""
 
 
 class LoadError(MTPServeError):

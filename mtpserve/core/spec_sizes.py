@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtpserve.core.errors import ConfigError
+from mtpserve.core.errors import ConfigError, PoolTooSmall
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class SpecSizes:
             )
         if room < 2:
             least = f"at least {reserve + 2}: two tokens and {reserve} kept for drafting"
-            raise ConfigError(f"--max-total-tokens must be {least}, got {room + reserve}")
+            raise PoolTooSmall(f"--max-total-tokens must be {least}, got {room + reserve}")
 
     def num_write_ahead(self, plain: bool = False) -> int:
         """Tokens after the last committed one that a step may write."""

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.errors import NoRoom
+from mtpserve.core.errors import ConfigError, NoRoom
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.drafter import plan_engine
 from mtpserve.engine.startup.planning import fixed, lookahead_of, plan, state_of
 from mtpserve.engine.startup.storage import Storage
 from mtpserve.runtime.memory import ESTIMATE, PageShare, largest, plan_memory, usable_memory
@@ -83,6 +84,25 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated() -> None:
     config = EngineConfig(cache=CacheConfig(max_total_tokens=999_999_999))
     with pytest.raises(NoRoom, match=r"GiB are needed, of which KV, 999,.* takes 6,.*: lower --max-total-tokens"):
         build_engine(config)
+
+
+@pytest.mark.parametrize("algorithm", [None, "none", "MTP"])
+def test_a_pool_that_fits_nowhere_is_an_error_of_one_line(algorithm: str | None) -> None:
+    config = EngineConfig(cache=CacheConfig(max_total_tokens=10**12), spec=SpecConfig(speculative_algorithm=algorithm))
+    with pytest.raises(ConfigError, match=r"^[\d,.]+ GiB are needed, of which KV, .*: lower --max-total-tokens$"):
+        build_engine(config)
+    assert plan_engine(config, must_fit=False).memory.pages[0] * config.cache.page_size > 10**11
+
+
+def test_too_few_tokens_for_drafts_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--max-total-tokens must be at least 26: .* got 16; --speculative-algorithm none keeps none"):
+        plan_engine(EngineConfig(cache=CacheConfig(max_total_tokens=16)))
+
+
+def test_a_pool_below_the_context_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    build_engine(EngineConfig(cache=CacheConfig(max_total_tokens=64), spec=SpecConfig(speculative_algorithm="none")))
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("a request may have 62 tokens of the context of 2048: the KV pool holds no more, see --max-total-tokens")
 
 
 def test_concurrency_follows_from_memory_and_budget() -> None:

@@ -38,6 +38,18 @@ def test_a_number_of_threads() -> None:
 
 
 @needs_affinity
+def test_more_threads_than_cores_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    cores = len(threads.allowed() or ())
+    threads.bind(bound(cpu_threads=cores))
+    threads.bind(bound(2, 1, cpu_threads=cores))  # the first engine says it for all
+    assert not caplog.messages
+    threads.bind(bound(2, 0, cpu_threads=cores))
+    assert caplog.messages == [
+        f"{2 * cores} threads for {cores} cores: 2 engine processes with {cores} each, which wait for each other; see --cpu-threads"
+    ]
+
+
+@needs_affinity
 def test_cores_and_as_many_threads() -> None:
     core = min(threads.allowed() or {0})
     threads.bind(bound(cpu_affinity=str(core)))

@@ -325,6 +325,11 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
         algorithm=(spec.speculative_algorithm or "").upper() if spec.parts else None,
         drafting=engine_plan.drafting,
     )
+    if engine.context_length < memory.context_length and config.replica == 0:
+        log.warning(
+            "a request may have %d tokens of the context of %d: the KV pool holds no more, see "
+            "--max-total-tokens and --mem-fraction-static", engine.context_length, memory.context_length,
+        )  # fmt: skip
     log.info(
         "%s, %s on %s, kernels: %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family,
         engine_plan.dtype, device, computed,

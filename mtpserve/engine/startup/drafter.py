@@ -21,7 +21,7 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.config.spec import NONE
 from mtpserve.core.arch.model import page_groups
-from mtpserve.core.errors import ConfigError, LoadError, NoRoom
+from mtpserve.core.errors import ConfigError, LoadError, NoRoom, PoolTooSmall
 from mtpserve.core.request import ModelCard
 from mtpserve.engine.startup.assemble import check_windows
 from mtpserve.engine.startup.planning import (
@@ -41,6 +41,7 @@ from mtpserve.weights.plan import WeightSource, plan as placements
 
 OWN = "MTP"
 WHOLE = "a model of its own"
+ENOUGH_PAGES = 1 << 16  # for any request's drafts
 
 
 def plan_engine(config: EngineConfig, must_fit: bool = True) -> Plan:
@@ -67,6 +68,8 @@ def plan_engine(config: EngineConfig, must_fit: bool = True) -> Plan:
     except (LoadError, ConfigError) as error:
         if spec.drafter_options:
             raise
+        if isinstance(error, PoolTooSmall) and config.cache.max_total_tokens is not None:
+            raise PoolTooSmall(f"{error}; --speculative-algorithm none keeps none for drafts") from error
         if isinstance(error, NoRoom) and together(config):
             raise NoRoom(f"{error}; --speculative-algorithm none leaves the MTP layer out") from error
         return without(config, error, must_fit)
@@ -136,7 +139,8 @@ def require_usable(engine_plan: Plan, must_fit: bool) -> None:
     sizes = spec_sizes(config.spec, budget)
     pages = PageGroups(
         page_groups(arch.layers),
-        engine_plan.memory.pages,
+        # A list of the pages of a pool that fits nowhere would not fit either.
+        [min(count, ENOUGH_PAGES) for count in engine_plan.memory.pages],
         config.cache.page_size,
         budget,
         engine_plan.memory.states or None,

@@ -40,6 +40,13 @@ def bind(config: EngineConfig) -> None:
         threads = cpu.cpu_threads or max(
             1, len(cpu.cores or here) // (ranks * config.parallel.data_parallel_size)
         )
+    wanted, cores_here = (threads or 1) * processes_of(config), len(cpu.cores or here or ())
+    if not on_gpu and 0 < cores_here < wanted and config.replica == config.rank == 0:
+        log.warning(
+            "%d threads for %d cores: %d engine processes with %d each, which wait for each other; see "
+            "--cpu-threads",
+            wanted, cores_here, processes_of(config), threads or 1,
+        )  # fmt: skip
     if threads is not None:
         torch.set_num_threads(threads)
     log.info(
@@ -57,13 +64,18 @@ def core_share(config: EngineConfig) -> CoreShare:
     return CoreShare(torch.get_num_threads(), torch.set_num_threads)
 
 
+def processes_of(config: EngineConfig) -> int:
+    """The number of all engines' processes on this machine."""
+    return config.parallel.data_parallel_size * config.parallel.ranks
+
+
 def process_cores(
     cores: frozenset[int] | None, is_explicit: bool, config: EngineConfig
 ) -> frozenset[int] | None:
     """This process's. None: those that the system chooses. Processes that are more than the cores share all
     of them."""
     ranks = config.parallel.ranks
-    count, mine = config.parallel.data_parallel_size * ranks, config.replica * ranks + config.rank
+    count, mine = processes_of(config), config.replica * ranks + config.rank
     if cores is None or count == 1 or count > len(cores):
         return cores if is_explicit else None
     return frozenset(sorted(cores)[mine * len(cores) // count : (mine + 1) * len(cores) // count])
