@@ -4,6 +4,7 @@ no request logic.
 The port comes first: it is taken and answers 503 while the model loads, so that a second server fails at once
 and a load balancer sees what is going on. How it ends:
 
+    a signal while it loads   at once, one line                                                → 130 or 143
     first SIGTERM or SIGINT   after `drain_delay` seconds, in which /health alone says 503, new
                               requests get 503, running ones have `drain_timeout` seconds      → 0
     second one                stop at once                                                     → 0
@@ -85,14 +86,16 @@ class HTTPServer(uvicorn.Server):
 
 
 class Signals:
-    """Counts SIGINT and SIGTERM; `first` and `second` may be awaited."""
+    """Counts SIGINT and SIGTERM; `first` and `second` may be awaited. `exit_code` is a shell's for a process
+    that the first one has ended."""
 
     def __init__(self) -> None:
-        self.first, self.second = asyncio.Event(), asyncio.Event()
+        self.first, self.second, self.exit_code = asyncio.Event(), asyncio.Event(), 0
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._count)
+            asyncio.get_running_loop().add_signal_handler(number, self._count, number)
 
-    def _count(self) -> None:
+    def _count(self, number: int) -> None:
+        self.exit_code = self.exit_code or 128 + number
         (self.second if self.first.is_set() else self.first).set()
 
 
@@ -161,7 +164,8 @@ class Launch:
         try:
             service = await self._start(client, signals)
             if service is None:
-                return 0
+                log.warning("stopped while loading")
+                return signals.exit_code
             grace = ENGINE_S
             announce(listener, service.model, "https" if self.server.ssl_certfile else "http")
             return await self._until_the_end(client, signals, service)
@@ -210,6 +214,8 @@ class Launch:
         first."""
         loading = asyncio.gather(client.start(), asyncio.to_thread(load_tokenizer, self.engine_config.model))
         if await first(loading, signals.first.wait()) == 1:
+            # asyncio logs a traceback for a cancelled gather that nobody awaits
+            await asyncio.gather(loading, return_exceptions=True)
             return None
         _, tokenizer = await loading
         # at once now: it imports what the tokenizer's thread has imported

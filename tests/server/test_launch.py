@@ -101,7 +101,8 @@ def test_a_missing_tokenizer_is_one_line(tmp_path: Path) -> None:
     assert log.count("\n") == 1
 
 
-def test_while_the_model_loads_the_port_answers_503_and_a_signal_ends_it(checkpoint: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_the_model_loads_the_port_answers_503_and_a_signal_ends_it(checkpoint: Path, number: signal.Signals) -> None:
     port = free_port()
     with launched(checkpoint, "--port", str(port), ready=False, FAKE_ENGINE="slow") as server:
         for _ in range(100):
@@ -113,8 +114,10 @@ def test_while_the_model_loads_the_port_answers_503_and_a_signal_ends_it(checkpo
         assert response.status_code == 503
         assert "loading" in response.json()["error"]["message"]
         engine = server.engine()
-        server.process.send_signal(signal.SIGTERM)
-        assert server.end(60)[0] == 0
+        server.process.send_signal(number)
+        code, log = server.end(60)
+        assert (code, log.count("\n")) == (128 + number, 1)
+        assert log.endswith(" WARNING stopped while loading\n")
         assert not alive(engine)
 
 
