@@ -29,12 +29,14 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mtpserve import __version__
 from mtpserve.config import EngineConfig, ModelConfig, ServerConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, MTPServeError
 from mtpserve.engine.process.client import ProcessClient
@@ -149,10 +151,12 @@ class Launch:
         self.server = server
         self.factory = factory
         self.gate = Gate(server.root_path)
+        self.began = monotonic()
         self.http = self._uvicorn_config()
 
     async def run(self, listener: socket.socket) -> int:
         signals = Signals()
+        log_model(self.engine_config.model)
         progress = sys.stderr.isatty()
         meetings = meetings_of(self.engine_config)
         client = engines_of(
@@ -167,7 +171,7 @@ class Launch:
                 log.warning("stopped while loading")
                 return signals.exit_code
             grace = ENGINE_S
-            announce(listener, service.model, "https" if self.server.ssl_certfile else "http")
+            announce(listener, service, monotonic() - self.began)
             return await self._until_the_end(client, signals, service)
         finally:
             await client.stop(grace=0 if signals.second.is_set() else grace)
@@ -299,13 +303,29 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer:
     return tokenizer_of(model)
 
 
-def announce(listener: socket.socket, model: str, scheme: str) -> None:
+def log_model(model: ModelConfig) -> None:
+    name, path = model.names[0], str(model.directory)
+    log.info("mtpserve %s: model %s%s", __version__, name, "" if name == path else f" ({path})")
+
+
+def announce(listener: socket.socket, service: Service, seconds: float) -> None:
+    """Prints the address, and a command that works: for a chat where the model has a chat template."""
     host, port = listener.getsockname()[:2]
+    server = service.server_config
+    scheme = "https" if server.ssl_certfile else "http"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    body = json.dumps({"model": model, "prompt": "import os\n", "max_tokens": 64, "stream": True})
+    body: dict[str, Any] = {
+        "model": service.model,
+        "max_tokens": min(64, service.client.card.context_length // 2),
+    }
+    if service.tokenizer.has_chat_template:
+        route, body["messages"] = "chat/completions", [{"role": "user", "content": "Who are you?"}]
+    else:
+        route, body["prompt"] = "completions", "import os\n"
+    key = ' -H "Authorization: Bearer $API_KEY"' if server.api_key else ""
     print(
-        f"mtpserve is ready: {url}\n  curl {url}/v1/completions -H 'Content-Type: application/json' "
-        f"-d '{body}'",
+        f"mtpserve is ready: {url} (after {seconds:.1f} s; open it in a browser, or send a request)\n"
+        f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'",
         flush=True,
     )
 

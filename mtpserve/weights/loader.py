@@ -7,8 +7,10 @@ in a checkpoint but NaN and infinite numbers are raised by plan.py, before the f
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from itertools import groupby
+from time import monotonic
 
 import torch
 from rich.console import Console
@@ -28,9 +30,12 @@ from mtpserve.weights.plan import Placement, WeightSource, plan
 from mtpserve.weights.rules import Rule
 from mtpserve.weights.shards import Shard, clear, shards_of
 
+log = logging.getLogger(__name__)
+
 # bytes read before a file is mapped anew: what was read counts as this process's memory as long as it is
 # mapped
 MAPPED = 64 << 20
+LOG_S = 10.0  # between two lines of the log while weights are read
 
 
 def load(
@@ -69,8 +74,9 @@ def load(
     targets = parameters(module.to(device))
     clear(targets, shards)
     finisher = Finisher(module, [placement.target for placement in placements])
+    total = sum(placement.size for placement in placements)
     with torch.no_grad(), _progress_bar(progress) as bar:
-        task = bar.add_task("", total=sum(placement.size for placement in placements))
+        task, report = bar.add_task("", total=total), _ProgressLog(total, progress or ranks.rank > 0)
         mapped = 0
         for _, of_file in groupby(placements, key=lambda p: p.entry.file):
             for placement in of_file:
@@ -85,11 +91,30 @@ def load(
                 else:
                     _fill(placement, shard, parameter, check_finite)
                 bar.advance(task, placement.size)
+                report.advance(placement.size)
                 del parameter, scales, zeros
                 for done in finisher.filled(placement.target):  # their memory may be given back now
                     targets = {name: tensor for name, tensor in targets.items() if not inside(name, done)}
             placement.checkpoint.close()
     finisher.rest()
+
+
+class _ProgressLog:
+    """What the progress bar shows, as a line every few seconds, for logs that no terminal shows."""
+
+    def __init__(self, total: int, quiet: bool) -> None:
+        self._total, self._quiet, self._loaded, self._logged = total, quiet, 0, monotonic()
+
+    def advance(self, size: int) -> None:
+        self._loaded += size
+        if not self._quiet and monotonic() - self._logged >= LOG_S:
+            self._logged = monotonic()
+            log.info(
+                "loading weights: %.0f %%, %.1f of %.1f GiB",
+                100 * self._loaded / self._total,
+                self._loaded / 2**30,
+                self._total / 2**30,
+            )
 
 
 def _progress_bar(shown: bool) -> Progress:

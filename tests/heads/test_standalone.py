@@ -132,7 +132,7 @@ def test_traces_counters_and_the_log_call_it_by_its_algorithm(tmp_path: Path, ca
     engine = build_engine(config_of(tmp_path, drafted(tmp_path)))
     with caplog.at_level("INFO"):
         try_out(engine)
-    assert engine.card.algorithm == "STANDALONE" and "the draft model (standalone) was tried out" in caplog.text
+    assert engine.card.algorithm == "STANDALONE" and "standalone self-test: " in caplog.text
     engine.add(Request("a", prompts()[0], GREEDY))
     events = [event for _ in range(3) for event in engine.step()]
     assert {source for event in events for source in event.proposal.sources} == {"standalone"}

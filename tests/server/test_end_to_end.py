@@ -175,3 +175,11 @@ def test_a_full_disk_under_the_log_harms_nobody() -> None:
             answer = httpx.post(f"{server.url}/v1/completions", json={"model": "demo", "prompt": "import", "max_tokens": 24})
             assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 24
         assert httpx.post(f"{server.url}/v1/completions", content=b"{").status_code == 400
+
+
+def test_the_log_of_a_start_is_eight_lines_at_most(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log, running(stderr=log):
+        lines = [line.split(" INFO ")[1] for line in (tmp_path / "log").read_text().splitlines()]
+    assert len(lines) <= 7, "one more is on standard output"
+    for start in ("mtpserve ", "device: cpu, ", "KV cache: ", "drafter: ", "mtp self-test: ", "tool calls: "):
+        assert sum(line.startswith(start) for line in lines) == 1, start

@@ -143,8 +143,11 @@ def test_a_name_wins_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptu
     with pytest.raises(ConfigError, match="--reasoning-parser openai_gptoss does not go with --tool-call-parser hermes"):
         formats_of(ServerConfig(reasoning_parser="openai_gptoss"), card, read)
     said = [record.message for record in caplog.records]
-    off = "auto: none (neither the chat template nor the model family names a format)"
-    assert said == ["--tool-call-parser none, --reasoning-parser deepseek_r1", f"--tool-call-parser {off}, --reasoning-parser {off}"]
+    off = "off, as neither the chat template nor the model family names a format"
+    assert said == [
+        "tool calls: off; reasoning: deepseek_r1",
+        f"tool calls: {off} (set --tool-call-parser); reasoning: {off} (set --reasoning-parser)",
+    ]
 
 
 @pytest.mark.parametrize(("architecture", "config", "calls", "reasoning"), [

@@ -14,12 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from mtpserve.config import ServerConfig
+from mtpserve.server.launch import announce
 from tests.server.conftest import events
 from tests.server.forked import Forked
 
@@ -90,15 +93,18 @@ def test_a_port_in_use_is_one_line(checkpoint: Path) -> None:
 @pytest.mark.parametrize(("fault", "code", "text"), [("config", 2, "--fake must not be given"), ("load", 1, "tensor 'x' is cut off")])
 def test_an_engine_that_cannot_start_is_one_line(checkpoint: Path, fault: str, code: int, text: str) -> None:
     with launched(checkpoint, ready=False, FAKE_ENGINE=fault) as server:
-        assert server.end(60) == (code, f"mtpserve: {'model.safetensors: ' if code == 1 else ''}{text}\n")
+        found, log = server.end(60)
+    first, second = log.splitlines()
+    assert " INFO mtpserve " in first and f": model demo ({ROOT}/mtpserve/demo)" in first
+    assert (found, second) == (code, f"mtpserve: {'model.safetensors: ' if code == 1 else ''}{text}")
 
 
 def test_a_missing_tokenizer_is_one_line(tmp_path: Path) -> None:
     with launched(tmp_path, ready=False, FAKE_ENGINE="slow") as server:
         code, log = server.end(60)
     assert code == 1
-    assert log.startswith(f"mtpserve: {tmp_path}/tokenizer.json: no such file")
-    assert log.count("\n") == 1
+    assert log.splitlines()[1].startswith(f"mtpserve: {tmp_path}/tokenizer.json: no such file")
+    assert log.count("\n") == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -116,7 +122,7 @@ def test_while_the_model_loads_the_port_answers_503_and_a_signal_ends_it(checkpo
         engine = server.engine()
         server.process.send_signal(number)
         code, log = server.end(60)
-        assert (code, log.count("\n")) == (128 + number, 1)
+        assert (code, log.count("\n")) == (128 + number, 2)
         assert log.endswith(" WARNING stopped while loading\n")
         assert not alive(engine)
 
@@ -320,3 +326,26 @@ def test_endless_headers_are_refused(checkpoint: Path) -> None:
                     sent += connection.send(b"a" * 65536)
             assert sent < 100 << 20
         assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(("chat", "key", "parts"), [
+    (True, ("k",), ["/v1/chat/completions ", '"messages": [{"role": "user", ', 'Authorization: Bearer $API_KEY"']),
+    (False, (), ["/v1/completions ", '"prompt": ', '"max_tokens": 8']),
+])  # fmt: skip
+def test_the_command_of_the_ready_line_suits_the_model(
+    chat: bool, key: tuple[str, ...], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    service: Any = SimpleNamespace(
+        model="m",
+        server_config=ServerConfig(api_key=key),
+        client=SimpleNamespace(card=SimpleNamespace(context_length=16)),
+        tokenizer=SimpleNamespace(has_chat_template=chat),
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        announce(listener, service, 7.25)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    ready, command = capsys.readouterr().out.splitlines()
+    assert ready.startswith(f"mtpserve is ready: {url} (after 7.2 s; ")
+    assert command.startswith(f"  curl {url}/v1/")
+    assert all(part in command for part in parts)
+    assert ("Authorization" in command) is bool(key)

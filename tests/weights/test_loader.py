@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
+from mtpserve.weights import loader
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.loader import load
 from mtpserve.weights.plan import WeightSource
@@ -261,3 +262,14 @@ def test_a_wrong_checkpoint_is_refused_before_weights_are_read(tmp_path: Path, m
     source = tensors()
     del source["experts.2.up"]
     refused(write(tmp_path, source), "experts.2.up")
+
+
+def test_a_long_load_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mtpserve.weights.loader")
+    write(tmp_path, tensors())
+    load_toy(tmp_path)
+    assert not caplog.messages, "it was short"
+    monkeypatch.setattr(loader, "LOG_S", 0.0)
+    load_toy(tmp_path)
+    assert len(caplog.messages) > 1
+    assert caplog.messages[-1].startswith("loading weights: 100 %, ")

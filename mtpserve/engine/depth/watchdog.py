@@ -153,8 +153,7 @@ class Watchdog:
         self._armed, self._window, self._since_good = True, FirstDrafts(self.config), FirstDrafts(self.config)
         if not tally.is_enough:
             log.info(
-                "the draft model (%s) was not tried out: there is time for %d verifications, and "
-                "less than %d decide nothing",
+                "%s self-test: undecided after %d verifications; %d are needed, and there was no more time",
                 self.drafter,
                 tally.verified,
                 self.config.min_verifications,
@@ -164,9 +163,11 @@ class Watchdog:
         if tally.rate >= self.min_acceptance:
             self.health.state = "ok"
             log.info(
-                "the draft model (%s) was tried out: the first draft was accepted in %s verifications",
+                "%s self-test: %d of %d first drafts accepted (%.0f %%): OK",
                 self.drafter,
-                tally,
+                tally.accepted,
+                tally.verified,
+                100 * tally.rate,
             )
             return
         summary = (

@@ -159,6 +159,38 @@ def warn(spec: SpecConfig, curve: Curve | None) -> None:
             )
 
 
+def log_plan(engine_plan: Plan, computed: str) -> None:
+    """What the engine is about to load, in three lines; of several engines, which are alike, the first says
+    it."""
+    config, memory = engine_plan.config, engine_plan.memory
+    for what, size in [*memory.rows, ("all", memory.total)]:
+        log.debug("memory: %-52s %10.1f MiB", what, size / 2**20)
+    log.debug("%s pages of %d tokens", memory.counted, config.cache.page_size)
+    level = logging.INFO if config.replica == 0 else logging.DEBUG
+    log.log(
+        level,
+        "device: %s, %s, kernels: %s; weights: %.2f GiB",
+        engine_plan.device,
+        str(engine_plan.dtype).removeprefix("torch."),
+        computed,
+        size_of(memory, "weights") / 2**30,
+    )
+    log.log(
+        level,
+        "KV cache: %.2f GiB for %s tokens; at most %d requests at once, %s tokens each",
+        size_of(memory, "KV") / 2**30,
+        f"{max(memory.pages) * config.cache.page_size:,}",
+        memory.max_running,
+        f"{memory.context_length:,}",
+    )
+    log.log(logging.WARNING if engine_plan.left_out else level, "drafter: %s", engine_plan.drafting)
+
+
+def size_of(memory: MemoryPlan, what: str) -> int:
+    """Bytes of the rows whose names begin with `what`."""
+    return sum(size for name, size in memory.rows if name.startswith(what))
+
+
 def log_rounding(methods: Methods) -> None:
     """What int8 costs, as far as the weights tell: drafts stay lossless, the trunk's own text changes."""
     for what, method in (("the trunk's layers", methods.layers), ("the draft model", methods.draft)):
@@ -282,20 +314,19 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
 def build_with(others: RankProcesses, config: EngineConfig, progress: bool, poison: bool) -> Engine:
     processors = load_processors(config.sampling.logits_processors)
     engine_plan = plan_engine(config)
-    log.log(logging.WARNING if engine_plan.left_out else logging.INFO, "drafter: %s", engine_plan.drafting)
     observer = observer_of(config)  # before anything is loaded: its port may be in use
-    for what, size in [*engine_plan.memory.rows, ("all", engine_plan.memory.total)]:
-        log.info("memory: %-44s %10.1f MiB", what, size / 2**20)
     require_memory(engine_plan.memory, engine_plan.config, engine_plan.device)
     room = others.agree(room_of(engine_plan.memory))
     engine_plan, together = in_room(engine_plan, room), others.connect(room, engine_plan.device)
     config, device, memory = engine_plan.config, engine_plan.device, engine_plan.memory
+    computed = f"{described(config, device)}{together}"
+    log_plan(engine_plan, computed)
     model = load_part(engine_plan, others.ranks, progress)
     others.reach("loaded")
     log_rounding(model.methods)
     curve, spec, arch = curve_of(config.spec), config.spec, engine_plan.described.arch
     warn(spec, curve)
-    record, computed = recorded_in(config), f"{described(config, device)}{together}"
+    record = recorded_in(config)
     options = replace(
         options_of(engine_plan, processors, curve),
         recorder=None if record is None else partial(recorder_of, record, header_of(config, engine_plan)),
@@ -330,9 +361,5 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
             "a request may have %d tokens of the context of %d: the KV pool holds no more, see "
             "--max-total-tokens and --mem-fraction-static", engine.context_length, memory.context_length,
         )  # fmt: skip
-    log.info(
-        "%s, %s on %s, kernels: %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family,
-        engine_plan.dtype, device, computed,
-        memory.counted, config.cache.page_size, spec.steps, spec.nodes,
-    )  # fmt: skip
+    log.debug("%s: drafts %d deep, %d per step", arch.family, spec.steps, spec.nodes)
     return engine

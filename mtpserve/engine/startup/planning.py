@@ -177,7 +177,7 @@ def paged(config: EngineConfig, arch: ModelArch) -> EngineConfig:
             f"--page-size must be a multiple of {every} for a model whose layers keep entries of as "
             f"many tokens, got {size}"
         )
-    log.info("pages of %d tokens: the model's layers keep entries of as many", lcm(size, every))
+    log.debug("pages of %d tokens: the model's layers keep entries of as many", lcm(size, every))
     return replace(config, cache=replace(config.cache, page_size=lcm(size, every)))
 
 

@@ -57,7 +57,7 @@ def try_out(engine: Engine, compiles: bool = False) -> None:
         for requests in ladder(engine.max_running):
             run_prompts(engine, [1] * requests, launched=True)
         seconds = perf_counter() - began
-        log.info(
+        log.debug(
             "warmed up in %.1f s: prompts of up to %d tokens, %d requests",
             seconds,
             longest,

@@ -49,7 +49,7 @@ def bind(config: EngineConfig) -> None:
         )  # fmt: skip
     if threads is not None:
         torch.set_num_threads(threads)
-    log.info(
+    log.debug(
         "%d threads on cores %s",
         torch.get_num_threads(),
         "of the system's choice" if cores is None else sorted(cores),

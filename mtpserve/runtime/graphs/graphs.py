@@ -1,20 +1,20 @@
 """Steps that are captured once and replayed: one launch on the host instead of hundreds.
 
 A graph is a whole step (forward, accept, compact, absorb, draft) for a padded number of requests, each with
-as many rows as the engine verifies. It is fed with req_idx, draft depths and numbers of drafts; everything
+as many rows as the engine verifies. It is fed with req_idx, draft depths and draft counts; everything
 else it reads from the seats on the device. The seat that belongs to no request pads it.
 
     requests   | a | b | c | - |     tier 4            rows of each   | x d1 d2 d3 |   fewer drafts are masked
 
 Prompts have a padded number of rows in all, and a graph is fed with the number of each (prompt_rows.py).
-Launched kernel by kernel, a short prompt took 36 ms on an H100 with 36 layers; a step without takes 4 ms.
-Beside requests that decode they are computed in the same pass, so that the weights are read once; where
-drafts may branch they have graphs of their own.
+Launched one by one, kernels of a short prompt took 36 ms on an H100 with 36 layers; a step without 4 ms.
+Beside requests that decode they are computed in the same pass, and weights are read once; where
+drafts may branch they have own graphs.
 
     rows       | a a a | b b b b | - | - - |      8 spans of 4 requests, at most 3 of which are real
 
-All tiers are captured at start for the usual parameters; others when they are first needed, which takes about
-as long as a few dozen steps. A step whose capture failed is launched as any other, from then on.
+All tiers are captured at start for the usual parameters; others when they are first needed, in the time of
+dozens of steps. Those whose capture failed are launched.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 MIXED_ROWS = (16, 32, 64, 128, 256)  # numbers of requests that decode beside prompts
 DEPTHS = (1, 3)  # chains' depths, besides the engine's own
-LOG_EVERY = 10  # captures at start
+LOG_S = 10.0  # between two lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,9 +294,11 @@ class StepGraphs:
                 if (key := self.prompt_key(one, depth, feature_set))
             ]
         keys = list(dict.fromkeys(keys))
+        said = monotonic()
         for number, key in enumerate(keys, 1):
             self.capture(key)
-            if number % LOG_EVERY == 0 or number == len(keys):
+            if monotonic() - said > LOG_S or number == len(keys):
+                said = monotonic()
                 log.info(
                     "captured %d of %d steps, for up to %d requests", number, len(keys), self.max_batch_size
                 )

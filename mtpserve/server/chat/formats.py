@@ -49,9 +49,9 @@ def formats_of(config: ServerConfig, card: ModelCard, tokenizer: Tokenizer) -> F
             f"--reasoning-parser {formats.reasoning} does not go with --tool-call-parser {formats.tool_calls}"
         )
     log.info(
-        "--tool-call-parser %s, --reasoning-parser %s",
-        describe_option(calls, formats.tool_calls),
-        describe_option(reasoning, formats.reasoning),
+        "tool calls: %s; reasoning: %s",
+        describe_format(calls, formats.tool_calls, "--tool-call-parser"),
+        describe_format(reasoning, formats.reasoning, "--reasoning-parser"),
     )
     return formats
 
@@ -66,10 +66,10 @@ def parser_name(option: str) -> str | None:
     return None if option == NONE else option
 
 
-def describe_option(option: str, name: str | None) -> str:
-    if option != AUTO:
-        return option
-    return f"auto: {name or 'none (neither the chat template nor the model family names a format)'}"
+def describe_format(option: str, name: str | None, flag: str) -> str:
+    if option == AUTO and name is None:
+        return f"off, as neither the chat template nor the model family names a format (set {flag})"
+    return name or "off"
 
 
 def calls_format(family: str | None, tokenizer: Tokenizer) -> str | None:
