@@ -18,7 +18,8 @@ OLD = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # no AVX-51
 OLDEST = {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}
 # Tests that start a program which not everybody has: without it they skip.
 NEEDY = (
-    "server/test_node.py", "server/test_page_browser.py", "server/test_metrics.py", "docker/test_docker.py", "clients/test_known_clients.py",
+    "server/test_node.py", "server/test_page_browser.py", "server/test_metrics.py", "docker/test_docker.py",
+    "clients/test_known_clients.py",
 )  # fmt: skip
 
 
