@@ -112,7 +112,7 @@ PEER_VALUES = {
     "attention-backend": NoOp(
         "the kernels are this program's own", True,
         r"flash_?infer\w*|fa[234]|flash_?attn\w*|\w*mla\w*|trtllm_\w+|torch_native|flex_\w+|triton_attn\w*"
-        r"|nsa|dsa|aiter\w*|ascend|intel_\w+|dual_chunk\w*|wave|hybrid_linear_attn|torch_sdpa|cpu_attn|rocm\w*",
+        r"|nsa|dsa|aiter\w*|intel_\w+|dual_chunk\w*|wave|hybrid_linear_attn|torch_sdpa|cpu_attn|rocm\w*",
     ),
     "load-format": NoOp(
         "safetensors are read", True,

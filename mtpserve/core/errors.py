@@ -3,7 +3,7 @@
 MTPServeError
 ├── ConfigError        a launch option or a config file                        → one line, exit code 2
 │   ├── NoRoom             nothing is left for keys and values
-│   └── PoolTooSmall       --max-total-tokens is less than one request with drafts needs
+│   └── PoolTooSmall       --max-total-tokens is less than one request needs
 ├── LoadError          a checkpoint: its file, its tensor, what is accepted    → one line, exit code 1
 │   └── UnsupportedModel   an architecture or a layout that no family supports
 ├── InvalidRequest     one request's field (`param`)                           → HTTP 400
@@ -32,7 +32,7 @@ class NoRoom(ConfigError):
 
 
 class PoolTooSmall(ConfigError):
-    """--max-total-tokens is less than one request with drafts needs."""
+    """--max-total-tokens is less than one request needs."""
 
 
 class LoadError(MTPServeError):
