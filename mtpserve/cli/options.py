@@ -35,6 +35,30 @@ ALLOWED = {
     bool: "true or false",
     str: "text (in quotes, in a YAML file)",
 }
+# Groups of --help, by the sections of a YAML file
+TITLES = {
+    "model": "model and weights",
+    "cache": "KV cache and prefix cache",
+    "spec": "speculative decoding",
+    "sampling": "sampling",
+    "scheduler": "scheduling",
+    "parallel": "several GPUs or engines",
+    "disaggregation": "prefill and decode on separate nodes",
+    "cpu": "CPU threads",
+    "server": "HTTP server",
+}
+# Options that --help shows
+COMMON = frozenset({
+    "model", "tokenizer", "revision", "served_model_name", "dtype", "quantization", "device",
+    "context_length", "max_total_tokens", "mem_fraction_static", "kv_cache_dtype", "kv_offload_gib",
+    "speculative_algorithm", "speculative_num_steps", "speculative_adaptive",
+    "speculative_draft_model_path", "max_running_requests", "chunked_prefill_size", "random_seed",
+    "tensor_parallel_size", "data_parallel_size", "cpu_threads", "host", "port", "api_key_file",
+    "ssl_certfile", "ssl_keyfile", "log_level", "log_requests", "drain_timeout", "tool_call_parser",
+    "reasoning_parser",
+})  # fmt: skip
+# Options of other servers that change nothing here
+NO_EFFECT = frozenset({"enable_metrics", "enable_auto_tool_choice", "enable_chunked_prefill"})
 # Options whose value is a JSON object: its members may be given one by one.
 OBJECTS = (
     "--speculative-config",
@@ -79,6 +103,14 @@ class Option:
             if self.choices
             else {int: "N", float: "X", str: "TEXT"}[self.kind]
         )
+
+    @property
+    def default_text(self) -> str | None:
+        """The default for people. None: it has none, or its help says it."""
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        text = ",".join(self.default) if isinstance(self.default, tuple) else self.default
+        return None if text in (None, "") else f"{text:g}" if isinstance(text, float) else str(text)
 
     def read(self, value: object) -> object:
         """The value with the field's type. Text is parsed, so that numbers may be quoted in YAML."""
@@ -169,10 +201,12 @@ def all_options(sections: Sections = SECTIONS) -> list[Option]:
 class Switch(argparse.BooleanOptionalAction):
     """--x and --no-x; where one of an option's names begins with no-, the rest of it turns the option off."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+    def __init__(self, option_strings: Sequence[str], dest: str, is_on: bool, **more: Any) -> None:
         self._on = frozenset(option_strings)
         super().__init__(option_strings, dest, **more)
         self.option_strings = [name.replace("--no-no-", "--") for name in self.option_strings]
+        # an option that is off by default is only ever turned on, under all its names
+        self.shown = self.option_strings if is_on else [name for name in option_strings if name in self._on]
 
     def __call__(
         self,
@@ -204,21 +238,26 @@ def add_options(
 ) -> None:
     """One group per section, of the fields in `only` where that is given. Values stay text; options that are
     not given are absent from the namespace."""
+    unused = parser.add_argument_group("accepted, as other servers have them, without effect")
     for section in sections:
         options = [
             option
             for option in all_options({section: sections[section]})
             if only is None or option.name in only
         ]
-        group = parser.add_argument_group(f"{section} options")
+        subject = parser.add_argument_group(TITLES.get(section, section))
         for option in options:
             flags = [f"--{spelling}" for spelling in option.spellings]
-            default = "" if option.default in (None, ()) else f" (default: {option.default})"
+            default = "" if option.default_text is None else f" (default: {option.default_text})"
             text = (option.help + default).replace("%", "%%")
-            kind: dict[str, Any] = {"action": Switch} if option.kind is bool else {"metavar": option.metavar}
+            is_switch = option.kind is bool
+            kind: dict[str, Any] = (
+                {"action": Switch, "is_on": option.default} if is_switch else {"metavar": option.metavar}
+            )
+            group = unused if option.name in NO_EFFECT else subject
             kind |= {"action": Several, "nargs": "+"} if option.many else {}
             group.add_argument(*flags, dest=option.name, default=argparse.SUPPRESS, help=text, **kind)
-    both = parser.add_argument_group("several options at once")
+    both = parser.add_argument_group("options from a file, or as JSON")
     both.add_argument(
         "--config", metavar="FILE", help="YAML file with the same keys; the command line overrides it"
     )
@@ -227,6 +266,8 @@ def add_options(
         metavar="JSON",
         help=f"an object with {', '.join(SPECULATIVE_KEYS)}; null: none; {{}}: as the model has it",
     )
+    parser._action_groups.remove(unused)  # last
+    parser._action_groups.append(unused)
 
 
 def parsed_values(arguments: argparse.Namespace) -> Values:

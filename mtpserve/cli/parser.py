@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from mtpserve.cli.help import Formatter, Help
 from mtpserve.cli.noops import PEER_VALUES, is_no_op, takes_value
 from mtpserve.cli.options import OBJECTS, suggest
 from mtpserve.cli.peers import SHORT, WITH_VALUE
@@ -21,7 +22,11 @@ MEMBER = re.compile(r"(-[A-Za-z]+|--[A-Za-z][\w-]*)\.([^=]+)(=.*)?", re.DOTALL)
 
 class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+        # argparse rejects a prefix of two names of one option as ambiguous; `_full` does not.
+        super().__init__(allow_abbrev=False, add_help=False, formatter_class=Formatter, **options)
+        self.add_argument(
+            "-h", "--help", action=Help, metavar="all", help="show the common options; all: every option"
+        )
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         return self.parse_args(list(self._expand(self._joined(list(self._needed(arguments))))))

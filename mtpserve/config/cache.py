@@ -23,8 +23,8 @@ class CacheConfig:
     )
     mem_fraction_static: float | None = option(
         None,
-        "share of the memory for weights and KV pool: of what is free at start on a GPU, of all on "
-        "a CPU (default: 0.85 and 0.1)",
+        "fraction of memory for weights and KV cache (default: 0.85 of the free GPU memory, 0.1 of the "
+        "RAM on a CPU)",
         "gpu-memory-utilization",
     )
     kv_cache_dtype: str = option(

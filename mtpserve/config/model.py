@@ -64,11 +64,9 @@ class ModelConfig:
     )
     quantization: str = option(
         "auto",
-        "weights that the checkpoint has in float8 or in four bits: none expands them to --dtype, "
-        "fp8 and int4 keep them, auto keeps them "
-        "where Triton runs; int8, on a CPU: rounds the trunk's layers, and products' inputs: the "
-        "output is then not quite the model's; a format's name (awq, gptq, compressed-tensors, …): auto, "
-        "where the checkpoint has it",
+        "auto: keep the checkpoint's FP8 or 4-bit weights where Triton runs, expand them to --dtype "
+        "elsewhere; fp8, int4: keep them; none: expand them; int8: quantize layers and their inputs at "
+        "load, on a CPU (LOSSY); awq, gptq, compressed-tensors, …: auto, where the checkpoint has it",
         choices=("auto", "fp8", "int4", "int8", "none", *FORMATS),
     )
     device: str = option(

@@ -36,22 +36,24 @@ class ParallelConfig:
     )
     enable_dp_attention: bool = option(
         False,
-        "the same, as in SGLang, where --tensor-parallel-size is of all engines together: each has "
-        "its --data-parallel-size-th part",
+        "SGLang's form of --enable-expert-parallel: --tensor-parallel-size counts the processes of all "
+        "engines, and each of the --data-parallel-size engines has an equal part of them",
     )
     expert_parallel_size: int = option(
-        1, "the same by a number: 1, or that of all engines' processes", "ep", "ep-size"
+        1,
+        "--enable-expert-parallel as a number: 1 (off), or the number of all engines' processes",
+        "ep",
+        "ep-size",
     )
     expert_map: str | None = option(
         None,
-        "JSON file: of a layer's number the EP rank of each expert, which is its engine, or of "
-        "engines with T processes engine * T + "
-        "process, as `mtpserve experts` makes it (default: evenly, in order)",
+        "JSON file: for each layer the list of its experts' EP ranks; `mtpserve experts` writes it "
+        "(default: evenly, in order)",
     )
     record_expert_load: str | None = option(
         None,
-        "file for how often each expert of each layer is chosen, with .0 after it for the first "
-        "engine, and so on; see `mtpserve experts`",
+        "file that counts how often each expert of each layer is chosen; engine 0 writes FILE.0, and so "
+        "on; see `mtpserve experts`",
     )
 
     engine_restarts: int | None = option(

@@ -109,10 +109,10 @@ class ServerConfig:
     )
     drain_delay: float = option(
         0.0,
-        "seconds after SIGTERM in which /health says 503 and requests are still taken: so long "
-        "routers have to send them elsewhere",
+        "after SIGTERM report 503 on /health for this many seconds but accept requests, so that load "
+        "balancers can move away first",
     )
-    enable_metrics: bool = option(False, "offer /metrics: has no effect, it is always offered")
+    enable_metrics: bool = option(False, "has no effect: /metrics is always offered")
     metrics_compat: str | None = option(
         None, "offer the metrics under the names of these engines too: sglang, vllm, or sglang,vllm"
     )

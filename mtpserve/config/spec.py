@@ -42,11 +42,12 @@ class SpecConfig:
     )
     speculative_num_draft_tokens: int | None = option(
         None,
-        f"rows verified per request, at most {MAX_ROWS}: drafts + 1 (default: num-steps * topk + 1, "
-        f"for a chain always)",
+        f"size of the verified tree with its root, at most {MAX_ROWS} (default: num-steps * topk + 1; a "
+        f"chain has always num-steps + 1)",
     )
     speculative_adaptive: bool = option(
-        True, "draft as deep as pays at the time, from 0 to the depth given; off: always as deep as that"
+        True,
+        "choose the draft length at run time, from 0 to --speculative-num-steps; off: always the maximum",
     )
     speculative_disable_by_batch_size: int | None = option(
         None, "do not draft while more requests run than this; sampled text may then depend on the load "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from mtpserve import __version__
 from mtpserve.cli import main as cli
+from mtpserve.cli.options import COMMON, all_options, dashed
 from mtpserve.core.errors import EngineDead, LoadError
 from tests.house.tree import ROOT
 
@@ -37,6 +39,25 @@ def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str])
         cli.main([command, "--help"])
     assert done.value.code == 0
     assert "--speculative-algorithm" in capsys.readouterr().out
+
+
+def test_help_shows_common_options_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*more: str) -> str:
+        with pytest.raises(SystemExit) as done:
+            cli.main(["launch", "--help", *more])
+        assert done.value.code == 0
+        return capsys.readouterr().out
+
+    common, whole = shown(), shown("all")
+    names = {dashed(option.name): option for option in all_options()}
+    assert {option.name for option in names.values()} >= COMMON
+    for name, option in names.items():
+        assert re.search(rf"^  --{name}(,| |$)", whole, re.MULTILINE), name
+        assert bool(re.search(rf"^  --{name}(,| |$)", common, re.MULTILINE)) is (option.name in COMMON), name
+    assert "--help all lists all" in common and "lists all" not in whole
+    for leak in ("(default: )", "False)", "True)", "('", "--no-disable", "options:\n  --"):
+        assert leak not in whole, leak
+    assert max(map(len, whole.splitlines())) < 130
 
 
 @pytest.mark.parametrize(
