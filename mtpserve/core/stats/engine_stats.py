@@ -67,7 +67,7 @@ def worst_health(values: Sequence[DraftHealth]) -> DraftHealth:
 
 # Buckets of EngineStats.step_tokens: the tokens of a step, at most. One more is for all above.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-STEP_HELP = "Tokens of a step: of prompts, and generated ones."
+STEP_HELP = "Tokens that one step computes: prompt tokens and generated tokens."
 TRANSFERS = named("save", "load", "spill", "fetch", "pull", "send")
 WAYS_HELP = (
     "save and load: to host memory and back, spill and fetch: to disk and back, pull and send: from another "
@@ -122,11 +122,11 @@ class EngineStats:
     )
     cached_prompt_tokens_total: int = counter(
         "cached_prompt_tokens",
-        "Those of these prompt tokens that were in the prefix cache.",
-        replica="Those of these prompt tokens that were in its prefix cache.",
+        "Prompt tokens served from the prefix cache.",
+        replica="Prompt tokens served from this engine's prefix cache.",
         vllm=(
             ("prompt_tokens_cached", "Prompt tokens found in the prefix cache."),
-            ("prefix_cache_hits", "Prompt tokens found there."),
+            ("prefix_cache_hits", "Prompt tokens served from the prefix cache."),
         ),
     )
     generation_tokens_total: int = counter(
@@ -140,7 +140,7 @@ class EngineStats:
     )
     leases_total: int = counter("kv_transfer_leases", "Requests whose pages were kept for another node.")
     expired_leases_total: int = counter(
-        "kv_transfer_expired_leases", "Those of them whose pages nobody has read."
+        "kv_transfer_expired_leases", "Requests whose pages no other node read in time."
     )
     preemptions_total: int = counter(
         "preemptions",
@@ -263,12 +263,16 @@ class EngineStats:
         "kv_transfers", f"Pages moved between tiers; {WAYS_HELP}.", dict, label="kind", parts=TRANSFERS
     )
     transfer_bytes_total: dict[str, int] = counter(
-        "kv_transfer_bytes", f"Bytes of these pages; {WAYS_HELP}.", dict, label="kind", parts=TRANSFERS
+        "kv_transfer_bytes",
+        f"Bytes of pages moved between tiers; {WAYS_HELP}.",
+        dict,
+        label="kind",
+        parts=TRANSFERS,
     )
     # the sum over all pages; several transfers may run at once
     transfer_seconds_total: dict[str, float] = counter(
         "kv_transfer_seconds",
-        f"Seconds that they took, each by itself; {WAYS_HELP}.",
+        f"Seconds of page transfers between tiers, summed; {WAYS_HELP}.",
         dict,
         label="kind",
         parts=TRANSFERS,

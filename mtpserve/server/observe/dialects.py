@@ -296,10 +296,10 @@ class VLLM(Observer):
         )
         self._queue = self.histogram("request_queue_time_seconds", "Time in the queue.", VLLM_REQUEST)
         self._prefill = self.histogram(
-            "request_prefill_time_seconds", "From the seat to the first token.", VLLM_REQUEST
+            "request_prefill_time_seconds", "Time from scheduling to the first token.", VLLM_REQUEST
         )
         self._inference = self.histogram(
-            "request_inference_time_seconds", "From the seat to the last token.", VLLM_REQUEST
+            "request_inference_time_seconds", "Time from scheduling to the last token.", VLLM_REQUEST
         )
 
     def families(self, now: Scrape) -> Iterable[Metric]:

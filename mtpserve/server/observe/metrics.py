@@ -102,14 +102,14 @@ class MTPServe(Observer):
         )
         self._gap = self.histogram(
             "step_gap_seconds",
-            "Between two arrivals of tokens for a request, however many came.",
+            "Time between two arrivals of tokens for a request, of one token or several.",
             TOKEN_BUCKETS,
         )
         self._queue = self.histogram(
-            "queue_time_seconds", "From a request's arrival in the engine to its seat.", REQUEST_BUCKETS
+            "queue_time_seconds", "Time a request waited before the engine scheduled it.", REQUEST_BUCKETS
         )
         self._prompt = self.histogram(
-            "prompt_time_seconds", "From a request's seat to its first token.", REQUEST_BUCKETS
+            "prompt_time_seconds", "Time from a request's scheduling to its first token.", REQUEST_BUCKETS
         )
         self._outcomes = self.counter(
             "requests", f"Requests by how they ended: {', '.join(OUTCOMES)}.", outcome=OUTCOMES
