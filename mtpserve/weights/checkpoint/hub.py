@@ -24,6 +24,7 @@ WEIGHTS = (*TOKENIZER, "*.safetensors")
 USUAL_HEADER, WHOLE = 1 << 16, 1 << 28  # bytes that are asked for: of weights at first, of a config
 BUNDLED = ("demo", *PACKAGES)
 SIMILAR = 0.75  # names that share less are no suggestion
+PATH_BEGINS = "/.~"
 BELOW = "*/*"  # subdirectories hold other formats, or the same weights again
 
 
@@ -34,7 +35,7 @@ def fetched(config: EngineConfig, download: bool = True, headers: Path | None = 
 
     Raises LoadError naming the id.
     """
-    require_names(config)
+    require_names(config, paths=False)  # who reads the directory says that it is not there
     model, spec = config.model, config.spec
     where = (model.revision, model.download_dir, download, headers)
     local_path = gguf_file(model.model)
@@ -56,10 +57,11 @@ def fetched(config: EngineConfig, download: bool = True, headers: Path | None = 
     return replace(config, model=model, spec=spec)
 
 
-def require_names(config: EngineConfig) -> None:
-    """Raises LoadError for a name that means nothing here, before anything is imported or downloaded."""
+def require_names(config: EngineConfig, paths: bool = True) -> None:
+    """Raises LoadError for a name that means nothing here, before anything is imported or downloaded. `paths`:
+    also for what can only be a path."""
     for name in (config.model.model, config.model.tokenizer, config.spec.checkpoint):
-        if not name or name in BUNDLED or Path(name).exists():
+        if not name or name in BUNDLED or Path(name).exists() or (not paths and name[0] in PATH_BEGINS):
             continue
         if (tagged := ID.match(name)) is not None and (":" in name or name.upper().endswith("-GGUF")):
             raise LoadError(
@@ -72,7 +74,7 @@ def require_names(config: EngineConfig) -> None:
             advice = f"; did you mean {' or '.join(near)}?" if near else ""
             others = f", no bundled model ({', '.join(BUNDLED)}), and no id on the hub (org/name)"
             raise LoadError(
-                f"{name}: no such directory or GGUF file{'' if name[0] in '/.~' else others}{advice}"
+                f"{name}: no such directory or GGUF file{'' if name[0] in PATH_BEGINS else others}{advice}"
             )
 
 
