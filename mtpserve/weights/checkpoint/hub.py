@@ -58,7 +58,7 @@ def fetched(config: EngineConfig, download: bool = True, headers: Path | None = 
 
 
 def require_names(config: EngineConfig, paths: bool = True) -> None:
-    """Raises LoadError for a name that means nothing here, before anything is imported or downloaded. `paths`:
+    """Raises LoadError for a name that means nothing here, before an import or download. `paths`:
     also for what can only be a path."""
     for name in (config.model.model, config.model.tokenizer, config.spec.checkpoint):
         if not name or name in BUNDLED or Path(name).exists() or (not paths and name[0] in PATH_BEGINS):
