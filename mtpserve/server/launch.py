@@ -39,6 +39,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ModelConfig, ServerConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, MTPServeError
+from mtpserve.core.logs import configure
 from mtpserve.engine.process.client import ProcessClient
 from mtpserve.engine.process.process import DEFAULT_FACTORY
 from mtpserve.engine.process.replicas import Replicas
@@ -114,7 +115,7 @@ def serve(
     `fetch` downloads what the configuration names by an id, when the port is taken; `factory` names the
     function that builds the engine.
     """
-    logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    configure(server.log_level)
     for library in ("uvicorn", "httpx", "httpx2"):  # the hub's library logs its every request
         logging.getLogger(library).setLevel(logging.WARNING)
     server = with_keys(server)

@@ -123,7 +123,7 @@ def test_while_the_model_loads_the_port_answers_503_and_a_signal_ends_it(checkpo
         server.process.send_signal(number)
         code, log = server.end(60)
         assert (code, log.count("\n")) == (128 + number, 2)
-        assert log.endswith(" WARNING stopped while loading\n")
+        assert re.search(r"\n\d{4}-\d\d-\d\dT[\d:]{8}\.\d{3}[+-]\d\d:\d\d WARNING stopped while loading\n$", log)
         assert not alive(engine)
 
 

@@ -31,6 +31,7 @@ import zmq
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, LoadError, MTPServeError
 from mtpserve.core.heartbeat import PULSE
+from mtpserve.core.logs import configure
 from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.stats.engine_stats import EngineStats
@@ -263,7 +264,7 @@ def run(pipe: Pipe, factory: str) -> int:
         start = pipe.wait()
         if not isinstance(start, Start):
             raise TypeError(f"expected Start, got {type(start).__name__}")
-        logging.basicConfig(level=start.log_level.upper(), format=log_format(start.config))
+        configure(start.log_level, log_format(start.config))
         pipe.send(Started())
         engine = load_factory(factory)(start.config, progress=start.progress)
         gc.collect()

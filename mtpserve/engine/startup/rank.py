@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 
 from mtpserve.core.errors import EngineDead, MTPServeError
+from mtpserve.core.logs import configure
 from mtpserve.core.plan import Transferred
 from mtpserve.core.protocols.runner import Launched, ModelRunner
 from mtpserve.core.sampling import GrammarSpec
@@ -103,10 +104,8 @@ def compute(wire: Wire[Order], files: SharedFiles) -> None:
     assert isinstance(start, StartRank)
     # What rank 0 says of the model all ranks would say; what ends this one is reported, and rank 0 tells the
     # user.
-    level = logging.DEBUG if start.log_level <= logging.DEBUG else logging.CRITICAL
-    logging.basicConfig(
-        level=level, format=f"%(asctime)s %(levelname)s rank {start.config.rank}: %(message)s"
-    )
+    level = "debug" if start.log_level <= logging.DEBUG else "critical"
+    configure(level, f"%(asctime)s %(levelname)s rank {start.config.rank}: %(message)s")
     from mtpserve.engine.startup.build import build_rank
 
     parts = build_rank(start.config, wire, files)
