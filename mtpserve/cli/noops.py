@@ -7,6 +7,7 @@ import logging
 import re
 from typing import NamedTuple
 
+from mtpserve.cli.peers import MORE_FLAGS, MORE_VALUES
 from mtpserve.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ FLAGS = {  # names of one reason with blanks between them
     "skip-server-warmup": "a few tokens are always computed first, to refuse damaged weights",
     "enable-request-id-headers enable-server-load-tracking incremental-streaming-output stream-output "
     "enable-reasoning enable-multi-layer-eagle jinja cont-batching metrics": ANYWAY,
-    "speculative-use-rejection-sampling": "chains of an MTP layer are always verified by rejection",
     "disable-custom-all-reduce enable-nccl-nvls enable-symm-mem enable-p2p-check enable-mscclpp "
     "enable-torch-symm-mem": EXCHANGE,
     "disable-cascade-attn disable-hybrid-kv-cache-manager disable-hybrid-swa-memory swa-full": WINDOWS,
@@ -57,11 +57,11 @@ VALUES = {
     "compilation-config optimization-level torch-compile-max-bs cuda-graph-mode cudagraph-mode": GRAPHS,
     "swap-space": "preempted requests are recomputed",
     "grammar-backend guided-decoding-backend": GRAMMARS,
-    "moe-a2a-backend deepep-mode deepep-config all2all-backend speculative-moe-a2a-backend": EXCHANGE,
-    "moe-runner-backend speculative-moe-runner-backend fp8-gemm-backend fp4-gemm-backend nsa-prefill-backend "
+    "moe-a2a-backend deepep-mode deepep-config all2all-backend": EXCHANGE,
+    "moe-runner-backend fp8-gemm-backend fp4-gemm-backend nsa-prefill-backend "
     "nsa-decode-backend dsa-prefill-backend dsa-decode-backend decode-attention-backend moe-backend "
     "prefill-attention-backend mm-attention-backend sampling-backend linear-attn-backend gdn-prefill-backend "
-    "speculative-draft-attention-backend speculative-attention-mode attention-config kernel-config": KERNELS,
+    "attention-config kernel-config": KERNELS,
     "eplb-config ep-num-redundant-experts eplb-algorithm": EXPERTS,
     "moe-dense-tp-size": "dense layers are split as --tensor-parallel-size says",
     "mm-processor-kwargs mm-processor-cache-gb mm-encoder-tp-mode limit-mm-per-prompt": TEXT_ALONE,
@@ -69,12 +69,9 @@ VALUES = {
     "stream-interval": "each step's tokens are sent at once",
     "prefix-caching-hash-algo radix-eviction-policy": "the least recently used pages are evicted",
     "prompt-lookup-max prompt-lookup-min": "n-grams of 4 tokens are looked up, then shorter ones",
-    "draft-tensor-parallel-size speculative-draft-tensor-parallel-size": "a draft model is computed as the "
-    "model is",
     "max-parallel-loading-workers model-loader-extra-config weight-loader-prefetch": "weights are read in "
     "the order of their files",
     "threads-batch": "all steps have --cpu-threads",
-    "draft-p-min draft-min draft-n-min": "the depth of the drafts is chosen while serving",
 }
 LIMITED = {
     "chat-template-content-format": NoOp(
@@ -103,8 +100,8 @@ LIMITED = {
     "flash-attn": NoOp(KERNELS, True, "on|auto|1|true", "attention has one form: leave it out"),
 }  # fmt: skip
 NO_OPS = (
-    {name: NoOp(why) for names, why in FLAGS.items() for name in names.split()}
-    | {name: NoOp(why, True) for names, why in VALUES.items() for name in names.split()}
+    {name: NoOp(why) for names, why in (FLAGS | MORE_FLAGS).items() for name in names.split()}
+    | {name: NoOp(why, True) for names, why in (VALUES | MORE_VALUES).items() for name in names.split()}
     | {name: no_op for names, no_op in LIMITED.items() for name in names.split()}
 )
 # values of options that exist

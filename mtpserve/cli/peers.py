@@ -125,6 +125,17 @@ LLAMA = {  # llama.cpp's
 }
 INSTEAD = {name: advice for names, advice in (ADVICE | LLAMA).items() for name in names.split()}
 # names that mean another one, on the command line alone: vLLM's, then llama.cpp's
+# those of noops.py that are about speculation
+MORE_FLAGS = {
+    "speculative-use-rejection-sampling": "chains of an MTP layer are always verified by rejection",
+}
+MORE_VALUES = {
+    "speculative-moe-a2a-backend speculative-moe-runner-backend speculative-draft-attention-backend "
+    "speculative-attention-mode": "a draft model has the kernels and the exchange of the model",
+    "draft-tensor-parallel-size speculative-draft-tensor-parallel-size": "a draft model is computed as the "
+    "model is",
+    "draft-p-min draft-min draft-n-min": "the depth of the drafts is chosen while serving",
+}
 SHORT = {
     "-dp": "--dp", "-ep": "--ep", "-pp": "--pp", "-sc": "--speculative-config", "-tp": "--tp",
     "-O": "--optimization-level", "-cc": "--compilation-config", "--seed": "--random-seed",
