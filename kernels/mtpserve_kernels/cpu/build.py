@@ -148,7 +148,6 @@ def compile_to(target: Path, isa: InstructionSet, more: tuple[str, ...] = ()) ->
         run("-c", str(source), "-o", made)
         return made
 
-    log.info("compiling the CPU kernels for %s, once: about half a minute", isa.name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as directory, ThreadPoolExecutor(os.cpu_count()) as pool:
