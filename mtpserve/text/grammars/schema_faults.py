@@ -30,7 +30,6 @@ EXCERPT = re.compile(r"^\s*\d+ \|")  # a line of a grammar, as llguidance shows 
 REASONS = {
     "oneOf constraints": "whether exactly one of the alternatives fits is not decidable: use anyOf",
     "Unimplemented keys": "no grammar can enforce it: leave it out",
-    "NoExtensionBias": "nothing fits it: it refers to itself before anything is written",
 }
 MAX_KNOWN = 1024
 SEARCH_SECONDS = 0.5  # for the place of a fault
