@@ -97,8 +97,8 @@ def kinds(config: HFConfig, head_dim: int) -> tuple[list[LayerKind], LayerKind]:
     plain = Attention(KVLayout("gqa", full, head_dim, value_dim))
     before = config.get_int("sliding_window_size", None, at_least=0)
     # transformers counts the token itself
-    seen = config.get_int("sliding_window", at_least=1) if before is None else before + 1
-    window = Attention(KVLayout("gqa", windowed, head_dim, value_dim), seen)
+    window_size = config.get_int("sliding_window", at_least=1) if before is None else before + 1
+    window = Attention(KVLayout("gqa", windowed, head_dim, value_dim), window_size)
     return [window if sliding else plain for sliding in pattern], window
 
 

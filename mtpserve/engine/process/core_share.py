@@ -57,18 +57,16 @@ class CoreShare:
     ) -> None:
         self.max_threads = self.num_threads = max_threads
         self._set_threads, self._read = set_threads, read
-        self._next_read, self._last = 0.0, None if max_threads <= 1 else read()
+        self._last = None if max_threads <= 1 else read()
         self._target = max_threads  # by the last window
 
     def update(self) -> None:
         """Called between steps."""
-        if self._last is None or perf_counter() < self._next_read:
+        if (before := self._last) is None or perf_counter() < before.now + WINDOW_S:
             return
-        self._next_read = perf_counter() + WINDOW_S
-        times, before = self._read(), self._last
-        if times is None or times.now - before.now < WINDOW_S / 2:
+        self._last = times = self._read()
+        if times is None:
             return
-        self._last = times
         target = max(1, min(self.max_threads, round(times.available(before))))
         if target == self._target != self.num_threads:
             log.info(

@@ -134,8 +134,8 @@ def refuse_schemas(value: dict[str, Any], *fields: str) -> None:
     """A schema beside json_object, as some servers take it, must not be lost in silence. Other fields that
     are unknown mean nothing here."""
     if misplaced := [name for name in fields if value.get(name) is not None]:
-        wanted = "a schema goes into json_schema.schema, with the type 'json_schema'"
-        raise InvalidRequest(f"response_format.{misplaced[0]}: {wanted}", "response_format")
+        advice = "a schema goes into json_schema.schema, with the type 'json_schema'"
+        raise InvalidRequest(f"response_format.{misplaced[0]}: {advice}", "response_format")
 
 
 def thinking_budget(*values: int | None, custom_params: Mapping[str, object] | None = None) -> int | None:

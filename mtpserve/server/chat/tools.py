@@ -189,9 +189,10 @@ def allowed_tools(choice: dict[str, Any]) -> tuple[ToolChoice, frozenset[str]]:
         else []
     )
     if mode not in ("auto", "required") or not names or None in names:
-        wanted = "a mode, 'auto' or 'required', and tools, a list with the names of functions"
+        allowed_form = "a mode, 'auto' or 'required', and tools, a list with the names of functions"
         raise InvalidRequest(
-            f"tool_choice of type 'allowed_tools' must have {wanted}, got {SHORT.repr(choice)}", "tool_choice"
+            f"tool_choice of type 'allowed_tools' must have {allowed_form}, got {SHORT.repr(choice)}",
+            "tool_choice",
         )
     return cast(Literal["auto", "required"], mode), frozenset(name for name in names if name is not None)
 
