@@ -18,13 +18,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from common.inflate import Shape, inflate, opened
 from common.record import save
-from never_slower import DEPTH, Load, engine_of, large
+from never_slower import DEPTH, LARGE, Load, engine_of
 from rich.console import Console
 from rich.table import Table
 
@@ -32,6 +34,8 @@ from mtpserve.config import ModelConfig, SpecConfig
 
 LOOP = "while True: sum(range(100_000))"
 SETTLE_S = 2.5  # the engine looks at the cores each second, and changes its threads when two looks agree
+# The demo, and the demo at the cost of 258 M and of 475 M parameters.
+LAYERS = {"demo": 0, "258m": 19, "475m": 36}
 ARMS = {"alone": 0, "one thread": 0, "beside 1": 1, "beside 2": 2}  # and how many busy loops
 
 
@@ -98,7 +102,7 @@ def measure_elsewhere(directory: Path, options: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["demo", "large"], default="demo")
+    parser.add_argument("--model", choices=list(LAYERS), default="demo")
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--turns", type=int, default=5)
@@ -119,7 +123,10 @@ def main() -> None:
         save(options.json, {"model": options.model, "requests": options.requests, "rounds": rounds, "ratios": ratios})
         return
     with tempfile.TemporaryDirectory() as folder:
-        model = large(Path(folder)) if options.model == "large" else Path(ModelConfig().directory)
+        model = Path(ModelConfig().directory)
+        if layers := LAYERS[options.model]:
+            inflate(model, Path(folder) / "model", replace(Shape.of(opened(model).config.values), **LARGE | {"layers": layers}))
+            model = Path(folder) / "model"
         rates = measure(model, options.requests, options.arms, options.turns, options.seconds)
     medians = {arm: median(values) for arm, values in rates.items()}
     table = Table("arm", "tokens/s", "turns", title=f"{options.model}, {options.requests} requests")

@@ -19,6 +19,7 @@ COMMANDS = {
     "prove": "test that a model's output is that of plain decoding: greedy identity, and one test per "
     "sampling feature",
     "replay": "run the steps of a recording again and compare the results",
+    "doctor": "print versions and devices, and test this device's kernels",
     "experts": "place a model's experts over engines by their measured load",
     "bench": "measure a running server under load, score a model twice, or simulate a prefix cache",
     "version": "print the version",
@@ -30,6 +31,7 @@ TOOLS = {
     "prove": "mtpserve.tools.prove.prove",
     "replay": "mtpserve.tools.replay.replay_command",
     "bench": "mtpserve.tools.bench.bench",
+    "doctor": "mtpserve.tools.doctor.doctor",
 }
 
 

@@ -20,6 +20,7 @@ CASES = [
     ("mtpserve.cli.generate", HEAVY),
     ("mtpserve.tools.inspect.inspect_command", HEAVY),
     ("mtpserve.tools.bench.bench", HEAVY),
+    ("mtpserve.tools.doctor.doctor", HEAVY),
     ("mtpserve.tools.simulate.bench_cache", HEAVY),
     ("mtpserve.tools.bench.spec.bench_spec", HEAVY),
     ("mtpserve.tools.bench.serve.bench_serve", (*HEAVY, "aiohttp", "matplotlib")),
