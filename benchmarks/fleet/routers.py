@@ -1,7 +1,7 @@
 """Routers in front of two servers, which lose an engine, are drained and come back: `python benchmarks/fleet/routers.py --bin VENV/bin`.
 
 VENV has the routers: `pip install vllm-router sglang-router smg`. Those that it lacks are left out. Each is put in front of
-two `mtpserve launch --model demo --engine-restarts 3 --drain-delay 3`, and gets 40 streamed requests, completions and chats in turn:
+two `mtpserve launch --model demo --chat-template mtpserve/demo/comments.jinja --engine-restarts 3 --drain-delay 3`, and gets 40 streamed requests, completions and chats in turn:
 
 steady         nothing happens
 engine killed  the engine process of one server gets SIGKILL while it streams
@@ -39,6 +39,7 @@ from common.forty import REQUESTS, free_port, load, ok, sending, summary, until
 from common.record import save
 
 ROOT = Path(__file__).parents[2]
+CHAT = str(ROOT / "mtpserve/demo/comments.jinja")
 MUST = ("steady", "engine killed", "drained")
 # The routers' defaults are once a minute, and three failures.
 QUICK = "--health-check-interval-secs 1 --health-failure-threshold 1 --health-success-threshold 1"
@@ -65,7 +66,19 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "mtpserve", "launch", "--model", "demo", "--port", str(self.port), *self.options]
+        command = [
+            sys.executable,
+            "-m",
+            "mtpserve",
+            "launch",
+            "--model",
+            "demo",
+            "--chat-template",
+            CHAT,
+            "--port",
+            str(self.port),
+            *self.options,
+        ]
         command += [
             "--speculative-algorithm",
             "NEXTN",

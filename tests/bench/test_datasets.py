@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mtpserve.config import ModelConfig
 from mtpserve.core.errors import ConfigError, LoadError
 from mtpserve.tools.bench.dataset.asked import AskedTurn, DatasetOptions, Questions
 from mtpserve.tools.bench.dataset.datasets import DATASETS, questions_of
@@ -97,9 +99,15 @@ def test_random_prompts_from_texts_and_with_a_prefix(file: str) -> None:
     assert any(str(turn.prompt)[-12:] in texts for turn in turns(made))
 
 
-def test_chat_prompts_leave_room_for_the_template() -> None:
-    made = ask(replace(SMALL, chat=True), demo())
-    assert counts(made, chat=True) == [40] * 6 == [turn.tokens for turn in turns(made)] != counts(made)
+def test_chat_prompts_leave_room_for_the_template(tmp_path: Path) -> None:
+    directory = ModelConfig().directory
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(directory / name, tmp_path)
+    shutil.copy(directory / "comments.jinja", tmp_path / "chat_template.jinja")
+    chats = BenchTokenizer(str(tmp_path))
+    made = ask(replace(SMALL, chat=True), chats)
+    lengths = [chats.prompt_tokens(str(turn.prompt), True) for turn in turns(made)]
+    assert lengths == [40] * 6 == [turn.tokens for turn in turns(made)] != counts(made)
 
 
 def test_random_ids_need_no_tokenizer() -> None:

@@ -128,8 +128,8 @@ def browser(chromium: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def demo(chromium: str) -> Iterator[Running]:
-    """What it drafts does not depend on how fast this machine is."""
-    yield from launched("--no-speculative-adaptive")
+    """With a template, so that it can be talked to. What it drafts does not depend on how fast this machine is."""
+    yield from launched("--no-speculative-adaptive", "--chat-template", "mtpserve/demo/comments.jinja")
 
 
 @pytest.fixture

@@ -32,7 +32,9 @@ LOAD = 12  # requests
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running("--metrics-compat", "vllm,sglang", "--tool-call-parser", "hermes") as started:
+    with running(
+        "--chat-template", str(DEMO / "comments.jinja"), "--metrics-compat", "vllm,sglang", "--tool-call-parser", "hermes"
+    ) as started:
         yield started
 
 

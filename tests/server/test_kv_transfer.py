@@ -202,7 +202,17 @@ class Node:
 def nodes(*each: tuple[str, ...]) -> Iterator[list[Node]]:
     """Started together."""
     command = [sys.executable, "-m", "mtpserve", "launch", "--model", "demo", "--speculative-algorithm", "NEXTN", "--port", "0"]
-    command += ["--kv-offload-gib", "0.05", "--max-total-tokens", "4096", "--no-speculative-adaptive", "--speculative-num-steps", "3"]
+    command += [
+        "--chat-template",
+        "mtpserve/demo/comments.jinja",
+        "--kv-offload-gib",
+        "0.05",
+        "--max-total-tokens",
+        "4096",
+        "--no-speculative-adaptive",
+        "--speculative-num-steps",
+        "3",
+    ]
     with ExitStack() as stack:
         started = [
             stack.enter_context(subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, cwd=ROOT)) for options in each

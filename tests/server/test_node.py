@@ -25,7 +25,7 @@ def client(tmp_path: Path) -> Path:
 
 @pytest.mark.thorough  # npm installs them
 def test_their_libraries_work(client: Path) -> None:
-    with running() as server:
+    with running("--chat-template", "mtpserve/demo/comments.jinja") as server:
         done = subprocess.run(["node", str(client), server.url], capture_output=True, text=True, check=False, timeout=60, cwd=client.parent)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

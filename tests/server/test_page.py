@@ -9,10 +9,13 @@ import re
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
+from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.server.page.page import PAGE
 from tests.server.fake_client import FakeClient
 from tests.server.test_launch import free_port, launched
@@ -41,7 +44,7 @@ def test_the_policy_allows_the_pages_own_script_and_style_and_nothing_else(http:
 
 def test_the_page_loads_nothing_and_writes_no_markup() -> None:
     assert set(re.findall(r"https?://[^\"'\s)]+", TEXT)) == {"http://www.w3.org/2000/svg"}
-    assert not re.search(r"\b(src|href)=\"(?!data:,|docs\")", TEXT)
+    assert not re.search(r"\b(src|href)=\"(?!data:,|docs\"|#race\")", TEXT)
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function|\sstyle=|\son[a-z]+=\"", TEXT
     )
@@ -139,3 +142,12 @@ def test_while_the_model_loads_a_browser_gets_the_page_that_waits(checkpoint: Pa
         waiting = httpx.get(f"http://127.0.0.1:{port}/stats")
         assert waiting.status_code == 503
         assert waiting.json()["error"]["message"] == "the model is loading"
+
+
+def test_another_model_without_a_chat_template_says_so(http: httpx.AsyncClient, app: FastAPI) -> None:
+    service = app.state.service
+    service.tokenizer = SimpleNamespace(has_chat_template=False, defaults={"temperature": 0.6, "top_k": 20})
+    service.engine_config = EngineConfig(model=ModelConfig(model="/models/other"))
+    body = get(http, "/stats").json()
+    assert body["about"] == "This checkpoint has no chat template. It continues text and cannot hold a conversation."
+    assert body["default_sampling"] == {"temperature": 0.6, "top_p": 1.0, "top_k": 20, "min_p": 0.0}

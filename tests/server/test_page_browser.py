@@ -126,7 +126,7 @@ def test_a_fixed_depth_is_not_drawn(server: Running, opened: Open) -> None:
 
 def test_views_by_key_and_by_address(server: Running, opened: Open) -> None:
     page = opened(server)
-    tabs = ["talk", "race", "watch"]
+    tabs = ["talk", "text", "race", "watch"]
 
     def chosen() -> list[str]:
         shown = [name for name in tabs if page.is_visible("#view-" + name)]
@@ -134,9 +134,10 @@ def test_views_by_key_and_by_address(server: Running, opened: Open) -> None:
         assert page.locator("[role=tab][tabindex='0']").count() == 1
         return shown
 
-    assert page.is_checked("#mode-text") and page.is_visible("#prompt") and page.is_hidden("#message")
+    assert chosen() == ["text"] and page.is_visible("#prompt") and page.is_hidden("#message")
     page.locator("#tab-talk").focus()
     for key, name in (
+        ("ArrowRight", "text"),
         ("ArrowRight", "race"),
         ("End", "watch"),
         ("ArrowRight", "talk"),

@@ -11,12 +11,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.browsing import NARROW, PHONE, ROOT, WIDE, Open, Running, never_ending, sound, wait_for
+from tests.server.browsing import NARROW, PHONE, ROOT, WIDE, Open, Running, launched, never_ending, sound, wait_for
 
 MARKDOWN = """# Reading lines
 
@@ -295,14 +296,25 @@ def test_a_refused_request_says_why_and_can_be_sent_again(demo: Running, opened:
     wait_for("4 tokens", page, ".told")
 
 
-def test_a_model_without_a_chat_template_continues_texts(demo: Running, opened: Open) -> None:
-    page = opened(demo, view="talk")
-    body = httpx.get(demo.url + "/stats").json()
-    page.route("**/stats", lambda route: route.fulfill(json={**body, "chat": False}))
-    page.reload()
-    page.wait_for_selector("#prompt", state="visible")
-    assert page.is_hidden("#message") and page.is_disabled("#mode-talk")
-    assert "no chat template" in page.inner_text("#mode-note")
+@pytest.fixture(scope="module")
+def toy(chromium: str) -> Iterator[Running]:
+    """The demo as it is: it has no chat template."""
+    yield from launched("--no-speculative-adaptive")
+
+
+@pytest.mark.parametrize("view", ["", "talk"])
+def test_the_demo_opens_with_a_text_to_continue_and_says_what_it_is(toy: Running, opened: Open, view: str) -> None:
+    page = opened(toy, view=view)
+    assert page.is_visible("#prompt") and page.is_hidden("#message")
+    assert page.locator("[role=tab]:visible").all_inner_texts() == ["Text to continue", "Side by side", "Watch"]
+    assert (
+        page.inner_text("#about-text")
+        == "This is a 6 M-parameter toy that was trained on Python source. It continues code and cannot converse."
+    )
+    page.click("#send")
+    page.wait_for_selector("#output[aria-busy=false] .t")
+    page.click("#about a")
+    page.wait_for_selector("#view-race", state="visible")
 
 
 @pytest.mark.covering(1)

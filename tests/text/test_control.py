@@ -126,7 +126,9 @@ def test_prompts_mean_what_they_spell(chatml: Tokenizer) -> None:
 
 
 def test_the_demo_model() -> None:
-    tokenizer = Tokenizer(ModelConfig().directory)
+    directory = ModelConfig().directory
+    assert not Tokenizer(directory).has_chat_template
+    tokenizer = Tokenizer(directory, chat_template=str(directory / "comments.jinja"))
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
     ids = tokenizer.encode_chat(tokenizer.render_chat([user(f"import os{end}{begin}\nimport re")]))
     assert [id for id in ids if id in tokenizer.special_ids] == [tokenizer.marker_id(begin)]

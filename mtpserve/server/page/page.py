@@ -6,6 +6,7 @@ say. And the page at `/docs`, of the OpenAPI document.
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +15,7 @@ from starlette.responses import Response
 
 from mtpserve import __version__
 from mtpserve.core.request import ModelCard
+from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.observe.history import RECENT_S
@@ -48,6 +50,8 @@ class Stats(Rendered):
     speculative_steps: int
     context_length: int
     chat: bool  # it has a chat template
+    about: str  # what a model without one is, in a sentence for people
+    default_sampling: dict[str, float]  # of a chat that names no value
     page_size: int
     stats: EngineStats
     tiers: dict[str, Tier]  # the prefix cache's tiers below the device
@@ -85,6 +89,9 @@ class LiveRequests(Rendered):
 
 
 PAGE, DOCS = Page("index.html"), Page("docs.html")
+BUNDLED = Path(__file__).parents[2] / "demo"
+TOY = "This is a 6 M-parameter toy that was trained on Python source. It continues code and cannot converse."
+NO_TEMPLATE = "This checkpoint has no chat template. It continues text and cannot hold a conversation."
 SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts are accepted by lot. The output means nothing."
 LOSSY = "LOSSY: acceptance thresholds below 1. The output is not what the model alone would give."
 
@@ -102,6 +109,20 @@ async def page() -> Response:
 async def docs() -> Response:
     """What this server's OpenAPI document says, for browsers."""
     return DOCS.response()
+
+
+def about(service: Service) -> str:
+    """What the page says of a model that cannot converse; empty where it can."""
+    if service.tokenizer.has_chat_template:
+        return ""
+    return TOY if service.engine_config.model.directory == BUNDLED else NO_TEMPLATE
+
+
+def default_sampling(service: Service) -> dict[str, float]:
+    """The values that apply to a chat request that names none, by the names of its fields."""
+    raw = SamplingParams()
+    law = {"temperature": raw.temperature, "top_p": raw.top_p, "top_k": raw.top_k, "min_p": raw.min_p}
+    return law | service.tokenizer.defaults
 
 
 def warnings(card: ModelCard) -> list[str]:
@@ -126,6 +147,8 @@ async def stats(request: Request) -> Response:
         speculative_steps=card.speculative_steps,
         context_length=card.context_length,
         chat=service.tokenizer.has_chat_template,
+        about=about(service),
+        default_sampling=default_sampling(service),
         page_size=card.page_size,
         stats=counted,
         tiers=tiers(counted),

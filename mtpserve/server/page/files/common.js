@@ -18,33 +18,36 @@ function drawn(tag, attributes) {
 // ------------------------------------------------------------------------------------------------------------ views
 
 // Each tab is a view and a fragment of the address, so that links and the browser's buttons lead to it. No element has that id: focus would go there.
-const TABS = [...document.querySelectorAll("[role=tab]")];
+const ALL_TABS = [...document.querySelectorAll("[role=tab]")];
+const tabs = () => ALL_TABS.filter((tab) => !tab.hidden);
 function view(name) {
-  for (const tab of TABS) {
+  for (const tab of ALL_TABS) {
     const chosen = tab.id === "tab-" + name;
     tab.setAttribute("aria-selected", chosen);
     tab.tabIndex = chosen ? 0 : -1;
     $(tab.getAttribute("aria-controls")).hidden = !chosen;
   }
 }
-// A model without a chat template continues texts, and does nothing else.
+// A model without a chat template has no conversation: its first view is the text to continue.
 function route() {
-  const name = location.hash.slice(1), known = TABS.some((tab) => tab.id === "tab-" + name), text = name === "text" || served?.chat === false;
-  view(known ? name : "talk");
-  $("mode-text").checked = text;
-  $("mode-talk").checked = !text;
-  $("conversation").hidden = text;
-  $("continuation").hidden = !text;
+  const name = location.hash.slice(1);
+  view(tabs().some((tab) => tab.id === "tab-" + name) ? name : tabs()[0].id.replace("tab-", ""));
 }
-for (const tab of TABS) {
+function suit(state) {
+  $("tab-talk").hidden = !state.chat;
+  $("about").hidden = !state.about;
+  say("about-text", state.about);
+  route();
+}
+for (const tab of ALL_TABS) {
   tab.addEventListener("click", () => { location.hash = tab.id.replace("tab-", ""); });
   tab.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], last = TABS.length - 1;
-    const at = event.key === "Home" ? 0 : event.key === "End" ? last : step ? (TABS.indexOf(tab) + step + TABS.length) % TABS.length : null;
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], shown = tabs(), last = shown.length - 1;
+    const at = event.key === "Home" ? 0 : event.key === "End" ? last : step ? (shown.indexOf(tab) + step + shown.length) % shown.length : null;
     if (at === null) return;
     event.preventDefault();
-    TABS[at].focus();
-    TABS[at].click();
+    shown[at].focus();
+    shown[at].click();
   });
 }
 window.addEventListener("hashchange", route);

@@ -14,9 +14,7 @@ function status(kind, text, trouble) {
 function told(state) {
   const first = served === null;
   served = state;
-  if (first) { route(); draw(); }  // what depends on the model
-  $("mode-talk").disabled = !state.chat;
-  say("mode-note", state.chat ? "" : "This model has no chat template: it continues texts.");
+  if (first) { suit(state); draw(); }  // what depends on the model
   document.title = `${state.model} – mtpserve`;
   say("model", state.model);
   say("facts", `${state.version} · context ${whole(state.context_length)} · ` + (state.speculative_steps ? `drafts ${state.speculative_steps} deep` : "plain decoding"));

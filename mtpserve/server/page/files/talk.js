@@ -268,8 +268,6 @@ $("talk-copy").addEventListener("click", () => copy(asText(), $("talk-copy")));
 $("show-tokens").addEventListener("change", () => { for (const turn of turns) turn.flipped = false; draw(); });
 $("system").addEventListener("change", keep);
 
-// Which of both is shown is in the address, too.
-for (const mode of [$("mode-talk"), $("mode-text")]) mode.addEventListener("change", () => { location.hash = mode.value; });
 window.matchMedia("(max-width: 860px)").matches && ($("talk-options").open = false);
 try { ({ turns, system: $("system").value } = JSON.parse(sessionStorage.getItem(KEPT)) || { turns, system: "" }); } catch { /* from another version */ }
 draw();
