@@ -7,6 +7,8 @@ from mtpserve.core.batch import Source
 from mtpserve.core.request import Proposal
 from mtpserve.core.stats.engine_stats import STEP_TOKENS, EngineStats
 
+FORCED = Source.GRAMMAR.name.lower()
+
 
 def new_stats(depth: int, pages_total: int, drafter: str = MTP) -> EngineStats:
     """`depth` of the deepest draft; `drafter`: the draft model's name among the sources."""
@@ -23,7 +25,9 @@ def new_stats(depth: int, pages_total: int, drafter: str = MTP) -> EngineStats:
 
 
 def count_verification(stats: EngineStats, proposal: Proposal, accepted: int, committed: int) -> None:
-    """Add one verification, of which `accepted` drafts and `committed` tokens were used."""
+    """Add one verification, of which `accepted` drafts and `committed` tokens were used. Tokens that a
+    grammar forces are always accepted: they are not counted by position, where they would hide how often
+    drafts are."""
     stats.drafts_total += 1
     stats.draft_tokens_total += len(proposal.tokens)
     stats.accepted_tokens_total += accepted
@@ -31,9 +35,10 @@ def count_verification(stats: EngineStats, proposal: Proposal, accepted: int, co
     for parent, source in zip(proposal.parents, proposal.sources, strict=True):
         depth = depths[parent]
         depths.append(depth + 1)
-        per_position[depth] += 1
+        per_position[depth] += source != FORCED
         by_source[source] += 1
     for depth, node in enumerate(proposal.path[:accepted]):
-        stats.accepted_tokens_per_position[depth] += 1
-        stats.accepted_tokens_by_source[proposal.sources[node - 1]] += 1
+        source = proposal.sources[node - 1]
+        stats.accepted_tokens_per_position[depth] += source != FORCED
+        stats.accepted_tokens_by_source[source] += 1
     stats.accept_lengths[committed - 1] += 1

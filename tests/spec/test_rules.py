@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mtpserve import LLM
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.request import Finish, Request
+from mtpserve.core.request import Finish, Proposal, Request
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
+from mtpserve.spec.counts import count_verification, new_stats
 from tests.spec.test_trees import tree
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
@@ -75,9 +76,22 @@ def test_grammars_on_real_tokens() -> None:
             texts[name] = [each.text for each in found]
             stats = llm.engine.stats
             assert name == "plain" or stats.accepted_tokens_by_source["grammar"] > 0
+            proposed = stats.draft_tokens_total - stats.draft_tokens_by_source["grammar"]
+            assert sum(stats.draft_tokens_per_position) == proposed and (name == "plain" or proposed > 0)
             for each, schema in zip(found[:6], SCHEMAS * 2, strict=True):
                 assert each.finish_reason == "length" or jsonschema.validate(json.loads(each.text), schema) is None
             assert sum(each.finish_reason == "stop" for each in found[:6]) >= 4
             with pytest.raises(InvalidRequest, match="unclosed"):
                 llm.generate("a", SamplingParams(grammar=GrammarSpec("regex", "((")))
     assert texts["plain"] == texts["chain"] == texts["tree"] == texts["both"]
+
+
+def test_tokens_that_a_grammar_forces_have_no_position() -> None:
+    """Two drafts of n-grams, of which one was accepted, after two forced tokens; the first n-gram draft stands beside the forced ones."""
+    stats = new_stats(4, 8)
+    proposal = Proposal([5, 6, 7, 8], [0, 1, 0, 2], ["grammar", "grammar", "ngram", "ngram"], [1, 2, 4])
+    count_verification(stats, proposal, accepted=3, committed=4)
+    assert (stats.draft_tokens_per_position, stats.accepted_tokens_per_position) == ([1, 0, 1, 0], [0, 0, 1, 0])
+    assert (stats.draft_tokens_total, stats.accepted_tokens_total) == (4, 3)
+    assert {name: count for name, count in stats.draft_tokens_by_source.items() if count} == {"grammar": 2, "ngram": 2}
+    assert {name: count for name, count in stats.accepted_tokens_by_source.items() if count} == {"grammar": 2, "ngram": 1}

@@ -216,7 +216,7 @@ class EngineStats:
     )
     draft_tokens_per_position: list[int] = counter(  # [i]: of depth i+1
         "spec_draft_tokens_per_position",
-        "Draft tokens verified, by position in the draft, 1 first.",
+        "Draft tokens verified, by position in the draft, 1 first, without those that a grammar forces.",
         list,
         label="position",
         parts=positions,
@@ -230,7 +230,7 @@ class EngineStats:
     )
     accepted_tokens_per_position: list[int] = counter(  # [i]: of depth i+1
         "spec_accepted_tokens_per_position",
-        "Draft tokens accepted, by position in the draft, 1 first.",
+        "Draft tokens accepted, by position in the draft, 1 first, without those that a grammar forces.",
         list,
         label="position",
         parts=positions,
