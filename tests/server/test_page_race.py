@@ -1,4 +1,4 @@
-"""The page's race in a real browser: one prompt with speculation and without, measured, replayed and compared.
+"""The page's race in a real browser: one prompt with drafts and without, measured, replayed and compared.
 
 MTPSERVE_SCREENSHOTS=1 also writes docs/page-race-*.png and, of a replay in its own time, docs/page-race-*.gif.
 """
@@ -19,7 +19,7 @@ import pytest
 
 from tests.server.browsing import PHONE, ROOT, WIDE, Open, Running, never_ending, sound, wait_for
 
-VERDICT = r"^[\d.]+ × the speed with speculation\. "
+VERDICT = r"^[\d.]+ × the speed with drafts\. "
 
 
 def race(page: Any, tokens: int = 48, verdict: str = VERDICT) -> list[dict[str, Any]]:
@@ -81,6 +81,95 @@ def test_where_texts_differ_it_says_at_which_token_and_whether_that_was_a_tie(de
     assert page.locator("#fast-text .differs").count() == 1
 
 
+def test_texts_are_shown_while_they_are_measured(demo: Running, opened: Open) -> None:
+    """Paler than in the replay; the other lane says what it waits for."""
+    page = opened(demo, view="race")
+    page.evaluate(
+        """() => {
+             window.seen = [];
+             const facts = () => $("fast-facts").textContent;
+             const note = (box) => seen.push([box.id.split("-")[0], box.matches(".measuring"), facts(), box.textContent]);
+             const watched = new MutationObserver((changes) => { for (const { target } of changes) note(target); });
+             for (const lane of ["fast", "plain"]) watched.observe($(lane + "-text"), { childList: true });
+           }"""
+    )
+    race(page, tokens=768)
+    seen = page.evaluate("seen.filter(([, , , text]) => text)")
+    pale = [each for each in seen if each[1]]
+    assert [lane for lane, *_ in pale] == sorted((lane for lane, *_ in pale), reverse=True)  # plain, then fast
+    assert {"plain", "fast"} == {lane for lane, *_ in pale}
+    assert all(facts == "Starts when the run without drafts has ended." for lane, _, facts, _ in pale if lane == "plain")
+    assert all(len(text) < len(page.text_content("#plain-text")) for lane, _, _, text in pale[:1])
+    assert {lane for lane, dimmed, *_ in seen if not dimmed} == {"plain", "fast"} and not page.locator(".measuring").count()
+
+
+def answers_of(model: str, chat: bool, algorithm: str | None, steps: int) -> Any:
+    """What /stats would say of another model."""
+
+    def changed(route: Any) -> None:
+        body = {"model": model, "chat": chat, "speculative_algorithm": algorithm, "speculative_steps": steps}
+        route.fulfill(json=route.fetch().json() | body)
+
+    return changed
+
+
+PROMPTS = ("#race-prompt", "#prompt", "#trees-prompt")
+KINDS = ("#race-kind", "#kind", "#trees-kind")
+
+
+@pytest.mark.parametrize(
+    ("model", "chat", "first", "kind"),
+    [("demo", False, "import os", "completions"), ("other", True, "Explain in", "chat"), ("other", False, "The printing", "completions")],
+)
+def test_prompts_suit_the_model(demo: Running, opened: Open, model: str, chat: bool, first: str, kind: str) -> None:
+    page = opened(demo, view="race")
+    page.route("**/stats", answers_of(model, chat, "MTP", 3))
+    page.reload()
+    wait_for(f"^{model}$", page, "#model")
+    assert all(page.input_value(prompt).startswith(first) for prompt in PROMPTS)
+    assert [page.input_value(each) for each in KINDS] == [kind] * 3
+    assert all(page.locator(f"{each} [value=chat]").is_disabled() == (not chat) for each in KINDS)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "steps", "facts", "legend"),
+    [
+        ("NGRAM", 2, r"drafts up to 2 tokens ahead \(n-grams\), in \d+ % of the steps$", ["n-gram, depth 1", "n-gram, depth 2"]),
+        ("MTP+NGRAM", 1, r"drafts up to 1 token ahead \(MTP layer, n-grams\), in \d+ % of the steps$", ["MTP layer, depth 1"]),
+        (None, 0, "no drafts: plain decoding$", []),
+    ],
+)
+def test_header_and_legend_name_the_drafter_that_is_there(
+    demo: Running, opened: Open, algorithm: str | None, steps: int, facts: str, legend: list[str]
+) -> None:
+    httpx.post(demo.url + "/v1/completions", json={"prompt": "import os", "max_tokens": 8}, timeout=60)
+    page = opened(demo)
+    page.route("**/stats", answers_of("other", False, algorithm, steps))
+    page.reload()
+    wait_for("^other$", page, "#model")
+    wait_for(facts, page, "#facts")
+    assert [text.removeprefix("token ").strip() for text in page.locator("#legend li").all_inner_texts()] == ["the model's own", *legend]
+
+
+# The widest option's text, and the room that the select has for it beside its arrow.
+CUT_SELECTS = """() => [...document.querySelectorAll('select')].filter((each) => each.checkVisibility()).filter((each) => {
+  const style = getComputedStyle(each), pen = document.createElement('canvas').getContext('2d');
+  pen.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+  const widest = Math.max(...[...each.options].map((option) => pen.measureText(option.text).width));
+  return widest + 20 > each.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+}).map((each) => each.id)"""
+
+
+@pytest.mark.parametrize("width", [320, 390, 768])
+def test_selects_show_what_is_chosen(demo: Running, opened: Open, width: int) -> None:
+    page = opened(demo, {"width": width, "height": 800}, view="race")
+    assert page.is_visible("#race-how")
+    for view in ("race", "text", "watch"):
+        page.evaluate("(view) => { location.hash = view; }", view)
+        page.wait_for_timeout(50)
+        assert page.evaluate(CUT_SELECTS) == []
+
+
 def test_a_refused_race_says_why_and_one_can_be_stopped(demo: Running, opened: Open) -> None:
     page = opened(demo, view="race")
     race(page, tokens=100_000, verdict="must be below the context of 2048")
@@ -114,7 +203,7 @@ def test_it_can_be_read_and_reached(demo: Running, opened: Open, size: dict[str,
     lanes = [page.locator(f"#{lane}-text").bounding_box() for lane in ("fast", "plain")]
     assert lanes[0]["y"] == lanes[1]["y"] and lanes[0]["x"] < lanes[1]["x"]
     tree = page.locator("#view-race").aria_snapshot()
-    for part in ('textbox "Prompt"', 'combobox "Run"', 'region "Text with speculation"', 'region "Text without speculation"', "status"):
+    for part in ('textbox "Prompt"', 'combobox "Run"', 'region "Text with drafts"', 'region "Text without drafts"', "status"):
         assert part in tree
     if os.environ.get("MTPSERVE_SCREENSHOTS"):
         page.screenshot(path=ROOT / "docs" / f"page-race-{'wide' if size == WIDE else 'phone'}-{scheme}.png", full_page=True)

@@ -48,6 +48,7 @@ class Stats(Rendered):
     draining: bool
     warnings: list[str]
     speculative_steps: int
+    speculative_algorithm: str | None  # as --speculative-algorithm names it; null: plain decoding
     context_length: int
     chat: bool  # it has a chat template
     about: str  # what a model without one is, in a sentence for people
@@ -145,6 +146,7 @@ async def stats(request: Request) -> Response:
         draining=service.draining or service.leaving,
         warnings=warnings(card),
         speculative_steps=card.speculative_steps,
+        speculative_algorithm=card.algorithm,
         context_length=card.context_length,
         chat=service.tokenizer.has_chat_template,
         about=about(service),

@@ -4,7 +4,8 @@
 {
   // Logits this close change their order by rounding alone, where several tokens are computed together.
   const TIE = 0.05, LANES = ["fast", "plain"];
-  let racing = null, runs = null, replaying = null;
+  const PAINT_MS = 100;  // while it is measured: a server on this machine needs the core more than the picture does
+  let racing = null, runs = null, replaying = null, painting = null;
 
   const named = (id) => `token_id:${id}`;
   // [{name, logprob, top: {name: logprob}}] of either API's chunk.
@@ -41,7 +42,7 @@
   function facts(lane, made, shown) {
     const tokens = sum(made.steps.slice(0, shown).map((step) => step.tokens.length)), last = made.steps[shown - 1];
     say(lane + "-rate", last ? whole(1000 * tokens / last.at) : "–");
-    say(lane + "-facts", last ? `${whole(tokens)} tokens · ${(tokens / shown).toFixed(2)} per step · first after ${whole(made.steps[0].at)} ms · ${(last.at / 1000).toFixed(2)} s` : "");
+    say(lane + "-facts", last ? `${whole(tokens)} tokens · ${(tokens / shown).toFixed(2)} per step · first after ${whole(made.steps[0].at)} ms · ${(last.at / 1000).toFixed(2)} s` : made.note || "");
   }
 
   // Both as they were at `now` ms: what is there already stays.
@@ -55,12 +56,16 @@
     }
   }
   function empty() {
+    clearTimeout(painting);
+    painting = null;
     for (const lane of LANES) { $(lane + "-text").replaceChildren(); $(lane + "-text").dataset.steps = 0; say(lane + "-facts", ""); say(lane + "-rate", "–"); }
   }
+  function measuring(yes) { for (const lane of LANES) $(lane + "-text").classList.toggle("measuring", yes); }
   function replay() {
     empty();
+    measuring(false);
     cancelAnimationFrame(replaying);
-    say("race-verdict", "Replaying both in their own time …");
+    say("race-verdict", "Replaying both at their real speed …");
     const began = performance.now(), end = Math.max(...LANES.map((lane) => runs[lane].total));
     const frame = (now) => {
       const at = matchMedia("(prefers-reduced-motion: reduce)").matches ? end : now - began;
@@ -79,7 +84,7 @@
     const nodes = LANES.map((lane) => $(lane + "-text").querySelectorAll(".t")[place]);
     for (const node of nodes) node?.classList.add("differs");
     const top = runs.plain.scores[place]?.top || {}, given = [top[named(fast[place])], top[named(plain[place])]];
-    const head = `The texts differ from token ${whole(place + 1)} on: ${one} with speculation, ${other} without.`;
+    const head = `The texts differ from token ${whole(place + 1)} on: ${one} with drafts, ${other} without.`;
     if (Number($("race-temperature").value) > 0) return `${head} Above temperature 0 tokens are drawn, from the same distribution, in another way.`;
     if (given.some((score) => score === undefined)) return `${head} The model did not list both among its five likeliest tokens.`;
     const numbers = given.map((score) => score.toFixed(4)).join(" and ");
@@ -88,32 +93,40 @@
   function verdict() {
     const ratio = rate(runs.fast) / rate(runs.plain);
     $("race-verdict").className = "";
-    $("race-verdict").replaceChildren(make("b", `${ratio.toFixed(2)} × the speed with speculation.`), " " + compared());
+    $("race-verdict").replaceChildren(make("b", `${ratio.toFixed(2)} × the speed with drafts.`), " " + compared());
   }
 
   async function race() {
     const mark = `race-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`, both = $("race-how").value === "both";
     racing = new AbortController();
     cancelAnimationFrame(replaying);
-    runs = { fast: { steps: [], scores: [], total: 0 }, plain: { steps: [], scores: [], total: 0 } };
+    runs = { fast: { steps: [], scores: [], total: 0, note: both ? "" : "Starts when the run without drafts has ended." }, plain: { steps: [], scores: [], total: 0 } };
     empty();
+    drawTo(0);
     $("race-start").disabled = $("race-again").disabled = true;
     $("race-stop").disabled = false;
     $("race-verdict").className = "";
-    say("race-verdict", "Measuring …");
+    say("race-verdict", both ? "Measuring both …" : "One token first, to warm up …");
+    measuring(!both);
     const live = (lane, made) => {
       runs[lane] = made;
-      if (both) drawTo(Infinity); else say("race-verdict", `Measuring ${lane === "fast" ? "with speculation" : "without"}: ${whole(ids(made).length)} tokens`);
+      painting ??= setTimeout(() => {
+        painting = null;
+        drawTo(Infinity);
+        if (!both) say("race-verdict", `Measuring ${lane === "fast" ? "with drafts" : "without drafts"}: ${whole(ids(made).length)} tokens`);
+      }, PAINT_MS);
     };
     try {
       if (both) [runs.fast, runs.plain] = await Promise.all(LANES.map((lane) => run(lane, mark, live)));
       else await run("plain", mark + "-first", () => {}, 1);  // a server that was idle is slower at first: neither run has to pay for it
       if (!both) for (const lane of ["plain", "fast"]) runs[lane] = await run(lane, mark, live);
       $("race-again").disabled = false;
-      if (both) verdict(); else replay();
+      if (both) { drawTo(Infinity); verdict(); } else replay();
     } catch (error) {
       const stopped = error.name === "AbortError";
       racing.abort();  // the other one, too
+      clearTimeout(painting);
+      painting = null;
       say("race-verdict", stopped ? "Stopped." : error instanceof TypeError ? "The server does not answer." : error.message);
       $("race-verdict").className = stopped ? "" : "bad";
     }

@@ -11,13 +11,20 @@ function status(kind, text, trouble) {
   say("trouble", trouble || "");
 }
 
+// Who drafts, how much, and how often: n-grams are often not found. Each step of a request writes its accepted drafts and one token.
+function drafting({ speculative_algorithm: algorithm, speculative_steps: most, stats }) {
+  if (!most || !algorithm) return "no drafts: plain decoding";
+  const drafters = algorithm.split("+").map((name) => name === "NGRAM" ? "n-grams" : drafter(stats)), steps = stats.generation_tokens_total - stats.accepted_tokens_total;
+  return `drafts up to ${most} token${most === 1 ? "" : "s"} ahead (${drafters.join(", ")})` + (steps > 0 ? `, in ${percent(stats.drafts_total, steps)} of the steps` : "");
+}
+
 function told(state) {
   const first = served === null;
   served = state;
-  if (first) { suit(state); draw(); }  // what depends on the model
+  if (first) { suit(state); draw(); prefill(state); legend(); }  // what depends on the model
   document.title = `${state.model} – mtpserve`;
   say("model", state.model);
-  say("facts", `${state.version} · context ${whole(state.context_length)} · ` + (state.speculative_steps ? `drafts ${state.speculative_steps} deep` : "plain decoding"));
+  say("facts", `${state.version} · context ${whole(state.context_length)} · ` + drafting(state));
   const said = [...$("warnings").children].map((each) => each.textContent);
   if (said.join("\n") !== state.warnings.join("\n")) $("warnings").replaceChildren(...state.warnings.map((text) => make("p", text, "banner")));
 }

@@ -6,6 +6,25 @@ const tally = new Map();                                 // class → number of 
 
 function legend() { legendOf($("legend"), tally); }
 
+// What is in the fields at first: a question for a model that converses, Python for the demo, which knows nothing else, prose for other models.
+const QUESTION = "Explain in three sentences what speculative decoding is.", PROSE = "The printing press changed Europe in the fifteenth century, because";
+const PYTHON = "import os\n\ndef read_lines(path):", FIELDS = { "prompt": "kind", "race-prompt": "race-kind", "trees-prompt": "trees-kind" };
+function prefill(state) {
+  const chats = state.chat && state.model !== "demo", first = chats ? QUESTION : state.model === "demo" ? PYTHON : PROSE;
+  for (const [field, kind] of Object.entries(FIELDS)) {
+    $(kind).querySelector("[value=chat]").disabled = !state.chat;
+    if ($(field).value !== "") continue;  // a browser keeps what somebody typed over a reload
+    $(field).value = first;
+    $(kind).value = chats ? "chat" : "completions";
+  }
+}
+
+// Whether the legend names a source's drafts before there are any: those of the drafter that this server has.
+function expected(source, depth) {
+  const first = served?.speculative_algorithm === "NGRAM" ? "ngram" : "mtp";
+  return source === first && depth <= Math.min(3, served?.speculative_steps || 0);
+}
+
 function body() {
   const chat = $("kind").value === "chat", prompt = $("prompt").value, asked = {
     max_tokens: Number($("max-tokens").value), temperature: Number($("temperature").value), stream: true, return_spec_trace: true,

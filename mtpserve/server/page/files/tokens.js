@@ -48,7 +48,7 @@ function misses(step, number) {
 
 function legendOf(box, tally) {
   const items = [["t own", "the model's own"], ...Object.entries(SOURCES).flatMap(([source, name]) =>
-    [1, 2, 3, 4, 5, 6, 7].filter((depth) => tally.has(`t drafted ${source} d${depth}`) || (source === "mtp" && depth <= 3))
+    [1, 2, 3, 4, 5, 6, 7].filter((depth) => tally.has(`t drafted ${source} d${depth}`) || expected(source, depth))
       .map((depth) => [`t drafted ${source} d${depth}`, `${name}, depth ${depth}${depth === 7 ? " and more" : ""}`]))];
   box.replaceChildren(...items.map(([name, text]) => {
     const item = make("li");

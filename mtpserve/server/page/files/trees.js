@@ -86,11 +86,12 @@ function drawTrees(steps) {
 }
 
 async function trees() {
-  const asked = { prompt: $("trees-prompt").value, max_tokens: 32, temperature: 0, stream: true, return_spec_trace: true }, steps = [];
+  const chat = $("trees-kind").value === "chat", prompt = $("trees-prompt").value, steps = [];
+  const asked = { ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }), max_tokens: 32, temperature: 0, stream: true, return_spec_trace: true };
   $("trees-send").disabled = true;
   say("trees-note", "waiting for the model");
   try {
-    const answer = await ask("v1/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(asked) });
+    const answer = await ask(chat ? "v1/chat/completions" : "v1/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(asked) });
     if (!answer.ok) throw new Error(await reason(answer));
     for await (const chunk of events(answer)) for (const choice of chunk.choices) steps.push(...(choice.spec_trace || []));
     const many = drawTrees(steps);

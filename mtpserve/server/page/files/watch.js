@@ -135,9 +135,11 @@ async function costs() {
   $("costs").tBodies[0].replaceChildren(...all.filter((step) => step.seen >= least).slice(0, STEPS).map((step) => row(whole(step.requests) + (step.sampled ? ", sampled" : ""), [whole(step.rows), whole(step.passes), step.milliseconds.toFixed(step.milliseconds < 10 ? 2 : 1), whole(step.seen)])));
 }
 
+// What the draft model is called.
+const drafter = (now) => called(Object.keys(now.draft_tokens_by_source).find((source) => kind(source) === "mtp") || "mtp");
+
 function sources(now) {
-  const drafter = called(Object.keys(now.draft_tokens_by_source).find((source) => kind(source) === "mtp") || "mtp");
-  if (SOURCES.mtp !== drafter) { SOURCES.mtp = drafter; legend(); }
+  if (SOURCES.mtp !== drafter(now)) { SOURCES.mtp = drafter(now); legend(); }
   const used = Object.entries(now.draft_tokens_by_source).filter(([, count]) => count > 0);
   $("sources-panel").hidden = used.length === 0;
   $("sources").tBodies[0].replaceChildren(...used.map(([source, count]) => {
