@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mtpserve.cli.options import add_options, parsed_values, settings
 from mtpserve.cli.parser import Parser
+from mtpserve.core.logs import held_records
 
 
 def parser() -> Parser:
@@ -17,10 +18,11 @@ def parser() -> Parser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    config = settings(parsed_values(parser().parse(arguments)))
-    from mtpserve.weights.checkpoint.hub import fetched, require_names
+    with held_records():  # --log-format is known when the options are read, warnings of them included
+        config = settings(parsed_values(parser().parse(arguments)))
+        from mtpserve.weights.checkpoint.hub import fetched, require_names
 
-    require_names(config.engine)  # before what takes seconds to import
-    from mtpserve.server.launch import serve
+        require_names(config.engine)  # before what takes seconds to import
+        from mtpserve.server.launch import serve
 
-    return serve(config.engine, config.server, fetch=fetched)
+        return serve(config.engine, config.server, fetch=fetched)

@@ -3,6 +3,7 @@ command needs it."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ from importlib import import_module
 from mtpserve import __version__
 from mtpserve.cli.options import suggest
 from mtpserve.core.errors import ConfigError, MTPServeError
+from mtpserve.core.logs import current_format
+
+log = logging.getLogger(__name__)
 
 COMMANDS = {
     "launch": "serve a model over HTTP with OpenAI's API",
@@ -73,7 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return dispatch(sys.argv[1:] if arguments is None else arguments)
     except MTPServeError as error:
-        print(f"mtpserve: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        message = "; ".join(str(error).splitlines())
+        if current_format() == "json":
+            log.critical("%s", message)
+        else:
+            print(f"mtpserve: {message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130

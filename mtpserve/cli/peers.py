@@ -50,8 +50,10 @@ ADVICE = {  # names of one advice with blanks between them
     "is-embedding": "models that give vectors are not supported",
     "kv-cache-memory-bytes": "use --max-total-tokens, which is in tokens",
     "enable-multimodal": (f"text is all that a model gets: {LEAVE}"),
-    "log-config-file log-level-http": "use --log-level",
-    "log-requests-level log-requests-format log-requests-target max-log-len": "use --log-requests",
+    "log-config-file": "use --log-level and --log-format",
+    "log-level-http": "use --log-level",
+    "log-requests-format": "use --log-format",
+    "log-requests-level log-requests-target max-log-len": "use --log-requests",
     "max-num-partial-prefills": "use --max-long-partial-prefills: short prompts are not limited",
     "max-prefill-tokens": "use --chunked-prefill-size, which bounds a step's tokens, prompts and decoding "
     "together",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mtpserve.config.options import check, option
+from mtpserve.core.logs import LOG_FORMATS
 from mtpserve.core.sampling import MAX_COUNT, MAX_LOGPROBS
 
 ROOT_PATH = re.compile(r"(/[\w.~%-]+)+", re.ASCII)
@@ -98,6 +99,9 @@ class ServerConfig:
     log_requests: bool = option(False, "log requests, including their prompts", "enable-log-requests")
     log_level: str = option(
         "info", "debug, info, warning or error", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = option(
+        "text", "text, or json: one object a line, in all processes", choices=LOG_FORMATS
     )
     log_interval: float = option(
         5.0,

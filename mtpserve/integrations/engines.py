@@ -57,7 +57,7 @@ class Engines:
         """What comes from the hub is downloaded first. Raises MTPServeError, and leaves no process then."""
         engine = await asyncio.to_thread(fetched, config.engine)
         meetings = meetings_of(engine)
-        client = engines_of(engine, config.server.log_level, meetings, factory)
+        client = engines_of(engine, config.server, meetings, factory)
         try:
             _, tokenizer = await asyncio.gather(
                 client.start(), asyncio.to_thread(load_tokenizer, engine.model)

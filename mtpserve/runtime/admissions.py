@@ -42,7 +42,7 @@ def admitted(new_requests: Seq[NewRequest], grammars: GrammarCompiler | None) ->
                 )
             request.grammar = grammars.compile(spec)
         except Exception as error:
-            log.exception("request %s could not be seated", request.id)
+            log.exception("request %s could not be seated", request.id, extra={"request_id": request.id})
             request.refuse(error)
     return requests
 

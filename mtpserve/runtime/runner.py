@@ -163,7 +163,7 @@ class Runner:
         try:
             request.advance_grammar()
         except ValueError as error:
-            log.exception("the grammar of request %s does not allow its text", request.id)
+            log.exception("a grammar excludes request %s", request.id, extra={"request_id": request.id})
             request.refuse(error)
 
     def replayable(self, span: Span) -> bool:

@@ -115,7 +115,7 @@ def serve(
     `fetch` downloads what the configuration names by an id, when the port is taken; `factory` names the
     function that builds the engine.
     """
-    configure(server.log_level)
+    configure(server.log_level, server.log_format)
     for library in ("uvicorn", "httpx", "httpx2"):  # the hub's library logs its every request
         logging.getLogger(library).setLevel(logging.WARNING)
     server = with_keys(server)
@@ -158,11 +158,9 @@ class Launch:
     async def run(self, listener: socket.socket) -> int:
         signals = Signals()
         log_model(self.engine_config.model)
-        progress = sys.stderr.isatty()
+        progress = sys.stderr.isatty() and self.server.log_format == "text"
         meetings = meetings_of(self.engine_config)
-        client = engines_of(
-            self.engine_config, self.server.log_level, meetings, self.factory, progress=progress
-        )
+        client = engines_of(self.engine_config, self.server, meetings, self.factory, progress=progress)
         http = HTTPServer(self.http)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         grace = 0.0
@@ -277,7 +275,7 @@ def meetings_of(engine: EngineConfig) -> tempfile.TemporaryDirectory[str] | None
 
 def engines_of(
     engine: EngineConfig,
-    log_level: str,
+    server: ServerConfig,
     meetings: tempfile.TemporaryDirectory[str] | None,
     factory: str = DEFAULT_FACTORY,
     *,
@@ -289,7 +287,13 @@ def engines_of(
         config = replace(
             engine, replica=number, meeting="" if meetings is None else f"{meetings.name}/{restarts}"
         )
-        return ProcessClient(config, factory=factory, progress=progress and number == 0, log_level=log_level)
+        return ProcessClient(
+            config,
+            factory=factory,
+            progress=progress and number == 0,
+            log_level=server.log_level,
+            log_format=server.log_format,
+        )
 
     parallel, seed = engine.parallel, engine.scheduler.random_seed
     return Replicas(
@@ -310,7 +314,8 @@ def log_model(model: ModelConfig) -> None:
 
 
 def announce(listener: socket.socket, service: Service, seconds: float) -> None:
-    """Prints the address, and a command that works: for a chat where the model has a chat template."""
+    """Prints the address, and a command that works: for a chat where the model has a chat template. A log in
+    JSON has both as fields of one line."""
     host, port = listener.getsockname()[:2]
     server = service.server_config
     scheme = "https" if server.ssl_certfile else "http"
@@ -324,9 +329,14 @@ def announce(listener: socket.socket, service: Service, seconds: float) -> None:
     else:
         route, body["prompt"] = "completions", "import os\n"
     key = ' -H "Authorization: Bearer $API_KEY"' if server.api_key else ""
+    curl = f"curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+    if server.log_format == "json":
+        fields = {"url": url, "seconds": round(seconds, 1), "curl": curl}
+        log.info("mtpserve is ready: %s", url, extra=fields)
+        return
     print(
         f"mtpserve is ready: {url} (after {seconds:.1f} s; open it in a browser, or send a request)\n"
-        f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'",
+        f"  {curl}",
         flush=True,
     )
 

@@ -59,9 +59,11 @@ def test_a_health_check_is_drafted_for_as_others_are(http: httpx.AsyncClient, cl
 
 def test_the_log_says_why_a_request_was_refused_and_not_what_it_said(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "mtpserve"):
-        assert asyncio.run(http.post("/v1/completions", json={"prompt": "a secret", "temperature": 1234.5})).status_code == 400
-    (line,) = [record.getMessage() for record in caplog.records if "/v1/completions" in record.getMessage()]
-    assert "temperature must be" in line and "1234" not in line and "secret" not in line
+        for more in ({"temperature": 1234.5}, {"seed": "a secret"}, {"model": "gpt-9", "user": "a secret"}):
+            assert asyncio.run(http.post("/v1/completions", json={"prompt": "a secret", **more})).status_code in (400, 404)
+    lines = [record.getMessage() for record in caplog.records if "/v1/completions" in record.getMessage()]
+    assert "temperature must be in [0, 100], got 1234.5" in lines[0] and "got a string" in lines[1]
+    assert "the model 'gpt-9' does not exist; this server offers 'fake'" in lines[2] and "secret" not in "".join(lines)
 
 
 def test_drafts_behind_what_completed_a_stop_string_are_not_kept() -> None:

@@ -42,6 +42,7 @@ class RankMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class StartRank(RankMessage, frozen=True):
     config: EngineConfig  # its `rank` is the process's
     log_level: int
+    log_format: str
 
 
 class Room(RankMessage, frozen=True):

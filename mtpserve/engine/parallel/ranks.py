@@ -27,6 +27,7 @@ from msgspec import structs
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineDead, MTPServeError
+from mtpserve.core.logs import current_format
 from mtpserve.core.plan import StepPlan, StepResult, Transferred
 from mtpserve.core.protocols.parallel import ALONE, Ranks
 from mtpserve.core.protocols.runner import Launched, ModelRunner
@@ -92,7 +93,8 @@ class RankProcesses:
         self._others: list[Other] = []
         for rank in range(1, self.size):
             self._others.append(start(rank, self.files))
-            self._tell([self._others[-1]], StartRank(replace(config, rank=rank), log.getEffectiveLevel()))
+            message = StartRank(replace(config, rank=rank), log.getEffectiveLevel(), current_format())
+            self._tell([self._others[-1]], message)
             Thread(target=self._listen, args=(self._others[-1],), name=f"rank {rank}", daemon=True).start()
 
     # -- at start --------------------------------------------------------------------------------------------

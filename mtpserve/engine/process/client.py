@@ -149,9 +149,10 @@ class ProcessClient:
         factory: str = DEFAULT_FACTORY,
         progress: bool = False,
         log_level: str = "info",
+        log_format: str = "text",
     ) -> None:
         self.submitted: Callable[[], None] = lambda: None
-        self._start_message = Start(config, progress, log_level)
+        self._start_message = Start(config, progress, log_level, log_format)
         self._factory = factory
         self._directory = private_directory()
         self._pulse, self._timeout = Heartbeat(), config.parallel.engine_timeout
@@ -342,7 +343,12 @@ class ProcessClient:
         if mailbox is None:  # aborted meanwhile
             return
         if len(mailbox.events) >= MAX_UNREAD:
-            log.warning("request %s aborted: its client left %d events unread", event.id, MAX_UNREAD)
+            log.warning(
+                "request %s aborted: its client left %d events unread",
+                event.id,
+                MAX_UNREAD,
+                extra={"request_id": event.id},
+            )
             self._send(Abort(event.id))
             self._end(event.id, RequestFailed("the client does not read its stream"))
             return

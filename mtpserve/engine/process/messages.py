@@ -28,6 +28,7 @@ class Start(Message, frozen=True):
     config: EngineConfig
     progress: bool  # draw progress bars on stderr
     log_level: str
+    log_format: str = "text"
 
 
 class Submit(Message, frozen=True):

@@ -28,7 +28,6 @@ from typing import Literal, Protocol
 import msgspec
 import zmq
 
-from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, LoadError, MTPServeError
 from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.logs import configure
@@ -264,7 +263,9 @@ def run(pipe: Pipe, factory: str) -> int:
         start = pipe.wait()
         if not isinstance(start, Start):
             raise TypeError(f"expected Start, got {type(start).__name__}")
-        configure(start.log_level, log_format(start.config))
+        name, several = f"engine {start.config.replica}", start.config.parallel.data_parallel_size > 1
+        # lines of text name an engine where there are several
+        configure(start.log_level, start.log_format, process=name, prefix=f"{name}: " if several else "")
         pipe.send(Started())
         engine = load_factory(factory)(start.config, progress=start.progress)
         gc.collect()
@@ -280,12 +281,6 @@ def run(pipe: Pipe, factory: str) -> int:
         pipe.send(Fatal("engine", f"the engine failed: {type(error).__name__}: {one_line(error)}"))
         return 1
     return 0
-
-
-def log_format(config: EngineConfig) -> str:
-    """Lines of one of several engines say which one it is."""
-    which = f"engine {config.replica}: " if config.parallel.data_parallel_size > 1 else ""
-    return f"%(asctime)s %(levelname)s {which}%(message)s"
 
 
 def kind_of(error: MTPServeError) -> Literal["config", "load", "engine"]:

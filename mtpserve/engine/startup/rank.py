@@ -105,7 +105,10 @@ def compute(wire: Wire[Order], files: SharedFiles) -> None:
     # What rank 0 says of the model all ranks would say; what ends this one is reported, and rank 0 tells the
     # user.
     level = "debug" if start.log_level <= logging.DEBUG else "critical"
-    configure(level, f"%(asctime)s %(levelname)s rank {start.config.rank}: %(message)s")
+    name = f"engine {start.config.replica} rank {start.config.rank}"
+    several = start.config.parallel.data_parallel_size > 1
+    prefix = f"{name}: " if several else f"rank {start.config.rank}: "
+    configure(level, start.log_format, process=name, prefix=prefix)
     from mtpserve.engine.startup.build import build_rank
 
     parts = build_rank(start.config, wire, files)

@@ -284,7 +284,10 @@ class BatchRules:
                 # The operator's code failed for this request: it ends, as one whose numbers went bad, and no
                 # other does.
                 log.exception(
-                    "logits processor %s failed for request %s", type(processor).__name__, request.id
+                    "logits processor %s failed for request %s",
+                    type(processor).__name__,
+                    request.id,
+                    extra={"request_id": request.id},
                 )
                 out[row].fill_(torch.nan)
         return out

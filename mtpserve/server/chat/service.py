@@ -21,6 +21,7 @@ from mtpserve.core.errors import (
     RequestFailed,
     ShuttingDown,
 )
+from mtpserve.core.logs import non_default_fields
 from mtpserve.core.plan import NOTHING_ALLOWED
 from mtpserve.core.protocols.clients import EngineClient
 from mtpserve.core.request import Request
@@ -326,12 +327,19 @@ class Service:
     def _log(self, request: Request) -> None:
         if self.server_config.log_requests:
             text = self.tokenizer.decode(request.prompt[:LOGGED_TOKENS], skip_special_tokens=False)
+            size, sampling = len(request.prompt), non_default_fields(request.sampling)
             log.info(
-                "request %s: %d prompt tokens, %r, %r",
+                "request %s: %d prompt tokens, %r%s",
                 request.id,
-                len(request.prompt),
+                size,
                 text,
-                request.sampling,
+                "".join(f", {name}={value!r}" for name, value in sampling.items()),
+                extra={
+                    "engine_request_id": request.id,
+                    "prompt_tokens": size,
+                    "prompt": text,
+                    "sampling": sampling,
+                },
             )
 
 

@@ -1,7 +1,8 @@
 """Keys, request ids and the access log. Plain ASGI around the app; knows no route's body.
 
 Every path needs the key, also one without a route, except those of OPEN. What the log says of a request is
-its method, path, status and duration: never its headers, query or body.
+the client's address and port, its method, path, status and duration: never its headers, query or body. Of a
+refused request it has the error, without texts of users (redaction.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError
+from mtpserve.core.logs import REQUEST_ID as LOGGED_ID
 from mtpserve.server.http.errors import Refusal, error_body, id_headers, printable
 from mtpserve.server.http.warnings import WARNINGS, add_warnings
 
@@ -179,6 +181,7 @@ class RequestLog:
         scope.setdefault("state", {})["request_id"] = id
         warnings: list[str] = []
         WARNINGS.set(warnings)
+        LOGGED_ID.set(id)
 
         async def named(message: Message) -> None:
             nonlocal status
@@ -197,19 +200,31 @@ class RequestLog:
         try:
             await self.app(scope, receive, named)
         finally:
-            method = method_of(scope)
-            level = logging.DEBUG if scope["path"] in QUIET and method != "POST" else logging.INFO
-            who = scope["client"][0] if scope.get("client") else "-"
-            path = printable(scope["path"], MAX_LOGGED)
-            failure = f" {scope['state']['failure']}" if "failure" in scope["state"] else ""
-            log.log(
-                level,
-                "%s %s %s %d %.3f s %s%s",
-                who,
-                method,
-                path,
-                status,
-                perf_counter() - start,
-                id,
-                failure,
-            )
+            log_access(scope, status, perf_counter() - start, id)
+
+
+def log_access(scope: Scope, status: int, seconds: float, id: str) -> None:
+    """The line of one request; what is asked every few seconds has it in the debug log alone."""
+    method = method_of(scope)
+    level = logging.DEBUG if scope["path"] in QUIET and method != "POST" else logging.INFO
+    path = printable(scope["path"], MAX_LOGGED)
+    failure = scope["state"].get("failure", "")
+    fields = {
+        "client": client_of(scope),
+        "method": method,
+        "path": path,
+        "status": status,
+        "seconds": round(seconds, 6),
+    }
+    if failure:
+        fields["failure"] = failure
+    values = (client_of(scope), method, path, status, seconds, id, f" {failure}" if failure else "")
+    log.log(level, "%s %s %s %d %.3f s %s%s", *values, extra=fields)
+
+
+def client_of(scope: Scope) -> str:
+    """Address and port; an IPv6 address is in brackets. "-": a transport that has none."""
+    if not scope.get("client"):
+        return "-"
+    host, port = scope["client"]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -32,6 +32,7 @@ from mtpserve.core.errors import (
     RequestFailed,
     ShuttingDown,
 )
+from mtpserve.server.http.redaction import redacted
 from mtpserve.server.http.rendering import JSON, Rendered
 
 MAX_ERRORS = 10
@@ -67,8 +68,6 @@ ANTHROPICS_KINDS = {
 # thread's next message.
 ANTHROPICS_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 RETRY_AFTER = {"Retry-After": "1"}
-# What errors quote of a request: after "got" all of the rest.
-VALUES = re.compile(r"""(?<= got ).*|(?<!\w)(?:'[^']*'|"[^"]*")""", re.DOTALL)
 # OpenAI's clients would ask twice again for what took too long already
 NO_RETRY = {"x-should-retry": "false"}
 
@@ -137,9 +136,10 @@ class Refusal(JSON):
 
 
 def note(scope: Scope, body: ErrorAnswer) -> None:
-    """Notes for the access log why a request failed, without its values, which may be text of a prompt."""
+    """Notes for the access log why a request failed, without what may be text of a prompt."""
     error = body.error
-    reason = error.message if error.type == "server_error" else VALUES.sub("…", error.message)
+    names_models = error.code == "model_not_found"
+    reason = error.message if error.type == "server_error" else redacted(error.message, names_models)
     scope.setdefault("state", {})["failure"] = printable(
         f"{error.type} {error.code or ''}: {reason}", MAX_INPUT
     )
