@@ -47,7 +47,7 @@ FLAGS = {  # names of one reason with blanks between them
     "enable-eplb enable-deepep-moe enable-ep-moe": EXPERTS,
     "disable-shared-experts-fusion disable-chunked-prefix-cache enable-flashinfer-allreduce-fusion "
     "enable-flashinfer-mla enable-flashmla enable-fused-qk-norm-rope enable-flashinfer-cutlass-moe "
-    "enable-flashinfer-trtllm-moe enable-fused-moe-sum-all-reduce "
+    "enable-flashinfer-trtllm-moe enable-fused-moe-sum-all-reduce enable-flashinfer-autotune "
     "triton-attention-reduce-in-fp32": KERNELS,
     "language-model-only disable-mm-preprocessor-cache": TEXT_ALONE,
     "no-mmap mlock no-warmup use-v2-block-manager": "memory is managed by this program",
@@ -61,10 +61,12 @@ VALUES = {
     "moe-runner-backend fp8-gemm-backend fp4-gemm-backend nsa-prefill-backend "
     "nsa-decode-backend dsa-prefill-backend dsa-decode-backend decode-attention-backend moe-backend "
     "prefill-attention-backend mm-attention-backend sampling-backend linear-attn-backend gdn-prefill-backend "
-    "attention-config kernel-config": KERNELS,
+    "attention-config kernel-config linear-backend mamba-backend": KERNELS,
     "eplb-config ep-num-redundant-experts eplb-algorithm": EXPERTS,
     "moe-dense-tp-size": "dense layers are split as --tensor-parallel-size says",
-    "mm-processor-kwargs mm-processor-cache-gb mm-encoder-tp-mode limit-mm-per-prompt": TEXT_ALONE,
+    "mm-processor-kwargs mm-processor-cache-gb mm-processor-cache-type mm-encoder-tp-mode "
+    "limit-mm-per-prompt": TEXT_ALONE,
+    "mamba-cache-mode": "states of recurrent layers are cached with the pages",
     "num-continuous-decode-steps": "a step is planned while the last one runs",
     "stream-interval": "each step's tokens are sent at once",
     "prefix-caching-hash-algo radix-eviction-policy": "the least recently used pages are evicted",
@@ -72,6 +74,7 @@ VALUES = {
     "max-parallel-loading-workers model-loader-extra-config weight-loader-prefetch": "weights are read in "
     "the order of their files",
     "threads-batch": "all steps have --cpu-threads",
+    "batch-size": "a step has at most --chunked-prefill-size tokens",
 }
 LIMITED = {
     "chat-template-content-format": NoOp(
@@ -90,8 +93,12 @@ LIMITED = {
         "models continue text", True, "auto|generate|none", "models continue text: leave it out"
     ),
     "tokenizer-mode config-format": NoOp(
-        "the checkpoint's tokenizer.json and config.json are read", True, "auto|hf|slow|deepseek_v32",
-        "give the tokenizer's directory with --tokenizer",
+        "the checkpoint's tokenizer.json and config.json are read", True,
+        "auto|hf|slow|deepseek_v32|deepseek_v4",
+        "leave it out; the checkpoint's tokenizer.json and config.json are read",
+    ),
+    "mamba-ssm-cache-dtype": NoOp(
+        "recurrent states are stored in float32", True, "auto|float32", "leave it out; they are float32"
     ),
     "model-impl": NoOp("a model's code is this program's", True, "auto|vllm|sglang", "leave it out"),
     "n-gpu-layers gpu-layers": NoOp(

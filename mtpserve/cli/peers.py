@@ -5,6 +5,7 @@ from __future__ import annotations
 
 LEAVE = "leave it out"
 ADVICE = {  # names of one advice with blanks between them
+    "additional-config": f"it is for plug-ins of vLLM, which are not loaded: {LEAVE}",
     "allow-auto-truncate": "use `truncate_prompt_tokens` in a request",
     "allowed-methods allowed-headers allow-credentials": f"--allowed-origins allows what the API needs, and "
     f"no cookies: {LEAVE}",
@@ -41,7 +42,7 @@ ADVICE = {  # names of one advice with blanks between them
     "enable-mtp": "use --speculative-algorithm MTP",
     "h11-max-incomplete-event-size h11-max-header-count": "use --max-request-bytes",
     "hf-overrides json-model-override-args": f"the checkpoint's config.json says what the model is: "
-    f"{LEAVE}, or edit it",
+    f"{LEAVE}, or edit that file",
     "hf-token": "set HF_TOKEN in the environment",
     "hicache-storage-backend": "use --kv-offload-dir",
     "hicache-write-policy hicache-io-backend hicache-mem-layout hicache-storage-prefetch-policy": (
@@ -70,6 +71,7 @@ ADVICE = {  # names of one advice with blanks between them
     "override-generation-config preferred-sampling-params": "use --sampling-defaults, or the fields of a "
     "request",
     "per-request-spec-decode-metrics": "use `return_spec_trace` in a request",
+    "reasoning-config": "use --reasoning-parser, and `thinking_token_budget` in a request",
     "retraction-policy priority-scheduling-preemption-threshold": f"who came last is preempted first: "
     f"{LEAVE}",
     "seed": "use --random-seed for the server, or `seed` in a request",
@@ -81,7 +83,8 @@ ADVICE = {  # names of one advice with blanks between them
     "structured-outputs-config": f"grammars are llguidance's: {LEAVE}",
     "skip-tokenizer-init": f"the checkpoint's tokenizer.json is used: {LEAVE}, or see --tokenizer",
     "tokenizer-revision code-revision": "use --revision",
-    "tool-parser-plugin reasoning-parser-plugin": "use --tool-call-parser and --reasoning-parser",
+    "tool-parser-plugin reasoning-parser-plugin": "use --tool-call-parser and --reasoning-parser alone: the "
+    "parsers of this server read the formats of all models that it serves",
     "tool-server": f"tools are the client's: {LEAVE}",
     "trust-request-chat-template": f"a template in a request is refused: {LEAVE}",
     "uds": "use --host and --port",
@@ -95,13 +98,13 @@ UNUSED_KEYS: dict[str, tuple[object, ...] | None] = {
     "draft_tensor_parallel_size": None,
     "enforce_eager": None,
     "max_model_len": None,
+    "moe_backend": None,
     "prompt_lookup_max": None,
     "prompt_lookup_min": None,
     "quantization": (None,),
     "rejection_sample_method": (None, "strict"),
 }
 LLAMA = {  # llama.cpp's
-    "batch-size ubatch-size": "use --chunked-prefill-size, which bounds a step's tokens",
     "cache-type-k cache-type-v": "use --kv-cache-dtype, for keys and values alike",
     "chat-template-kwargs": "use --default-chat-template-kwargs",
     "cpu-moe n-cpu-moe override-tensor": f"weights are on one device: {LEAVE}",
@@ -110,16 +113,13 @@ LLAMA = {  # llama.cpp's
     "hf-file": "use --model with the path of the downloaded GGUF file",
     "lora lora-scaled": "adapters are not supported",
     "mmproj mmproj-url no-mmproj": "pictures and sound are not supported: a model gets text alone",
-    "model-draft spec-draft-model": "use --speculative-algorithm STANDALONE with "
-    "--speculative-draft-model-path",
     "model-url": "download the file, and use --model with its path",
-    "predict n-predict temp repeat-penalty reverse-prompt": "use the fields of a request",
+    "predict n-predict temp temperature top-k top-p min-p presence-penalty frequency-penalty repeat-penalty "
+    "repeat-last-n samplers ignore-eos reverse-prompt": "use the fields of a request",
     "reasoning-format reasoning-budget": "use --reasoning-parser, and `thinking_token_budget` in a request",
     "rope-scaling rope-scale rope-freq-base rope-freq-scale yarn-orig-ctx": f"the checkpoint's "
     f"config says how positions are scaled: {LEAVE}, or edit it",
     "slot-save-path slots no-slots": f"prefixes are cached, see --kv-offload-dir: {LEAVE}",
-    "spec-type": "use --speculative-algorithm: MTP for draft-mtp, STANDALONE for draft-simple, NGRAM "
-    "for ngram-simple",
     "split-mode tensor-split main-gpu": "use --tensor-parallel-size, and CUDA_VISIBLE_DEVICES in the "
     "environment",
     "verbose log-verbosity": "use --log-level debug",
@@ -136,22 +136,28 @@ MORE_VALUES = {
     "speculative-attention-mode": "a draft model has the kernels and the exchange of the model",
     "draft-tensor-parallel-size speculative-draft-tensor-parallel-size": "a draft model is computed as the "
     "model is",
-    "draft-p-min draft-min draft-n-min": "the depth of the drafts is chosen while serving",
+    "draft-p-min draft-min draft-n-min spec-draft-p-min spec-draft-n-min": "the depth of the drafts is "
+    "chosen while serving",
 }
 SHORT = {
     "-dp": "--dp", "-ep": "--ep", "-pp": "--pp", "-sc": "--speculative-config", "-tp": "--tp",
     "-O": "--optimization-level", "-cc": "--compilation-config", "--seed": "--random-seed",
     "-m": "--model", "-c": "--context-length", "-np": "--max-running-requests", "-t": "--cpu-threads",
     "-hf": "--model", "-hfr": "--model", "-a": "--served-model-name", "-ngl": "--n-gpu-layers",
-    "-fa": "--flash-attn", "-tb": "--threads-batch", "-cb": "--cont-batching", "-md": "--model-draft",
-    "-b": "--batch-size", "-ub": "--ubatch-size", "-n": "--n-predict", "-v": "--verbose", "-mm": "--mmproj",
+    "-fa": "--flash-attn", "-tb": "--threads-batch", "-cb": "--cont-batching",
+    "-md": "--speculative-draft-model-path",
+    "-b": "--batch-size", "-ub": "--chunked-prefill-size", "-n": "--n-predict",
+    "-v": "--verbose", "-mm": "--mmproj",
     "-ctk": "--cache-type-k", "-ctv": "--cache-type-v", "-ot": "--override-tensor", "-sm": "--split-mode",
     "-ts": "--tensor-split", "-mg": "--main-gpu", "-cmoe": "--cpu-moe", "-ncmoe": "--n-cpu-moe",
     "-hff": "--hf-file", "-mu": "--model-url",
     "--ctx-size": "--context-length", "--parallel": "--max-running-requests", "--threads": "--cpu-threads",
-    "--hf-repo": "--model", "--alias": "--served-model-name", "--chat-template-file": "--chat-template",
+    "--ubatch-size": "--chunked-prefill-size", "--model-draft": "--speculative-draft-model-path",
+    "--spec-draft-model": "--speculative-draft-model-path", "--hf-repo": "--model",
+    "--alias": "--served-model-name", "--chat-template-file": "--chat-template",
     "--draft-max": "--speculative-num-steps", "--draft-n": "--speculative-num-steps",
-    "--draft": "--speculative-num-steps", "--ssl-key-file": "--ssl-keyfile",
+    "--draft": "--speculative-num-steps", "--spec-type": "--speculative-algorithm",
+    "--ssl-key-file": "--ssl-keyfile",
     "--ssl-cert-file": "--ssl-certfile",
 }  # fmt: skip
 WITH_VALUE = {"disable-log-stats": "--log-interval=0"}  # switches that mean an option with a value

@@ -42,3 +42,15 @@ def source_name(drafter: str | None, path: str | None) -> str:
 # drafters that are only published apart from the model
 SEPARATE = ("EAGLE3", "MEDUSA", "DFLASH", "STANDALONE", "DRAFT_MODEL")
 BLOCKS = ("DFLASH",)  # drafters that compute a block of drafts in one pass, and store all of its rows
+
+# llama.cpp's --spec-type → --speculative-algorithm. It may name a draft model and n-grams together.
+_MODELS = {
+    "draft-mtp": "MTP", "draft-eagle3": "EAGLE3", "draft-dflash": "DFLASH", "draft-simple": "STANDALONE",
+}  # fmt: skip
+_NGRAMS = ("ngram-simple", "ngram-cache", "ngram-map-k", "ngram-map-k4v", "ngram-mod")
+SPEC_TYPES = (
+    *_MODELS.items(),
+    *((ngram, "NGRAM") for ngram in _NGRAMS),
+    *((f"{theirs},{ngram}", f"{name}+NGRAM") for theirs, name in _MODELS.items() for ngram in _NGRAMS),
+    *((f"{ngram},{theirs}", f"{name}+NGRAM") for theirs, name in _MODELS.items() for ngram in _NGRAMS),
+)

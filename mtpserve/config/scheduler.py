@@ -77,7 +77,7 @@ class SchedulerConfig:
             self.enable_chunked_prefill,
             "enable_chunked_prefill",
             False,
-            "true: prompts are always computed in chunks",
+            "true, or left out: prompts are always computed in chunks",
         )
         check(queued is None or queued >= 0, "max_queued_requests", queued, "at least 0")
         threshold, longs = self.long_prefill_token_threshold, self.max_long_partial_prefills

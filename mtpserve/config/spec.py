@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mtpserve.config.drafters import DRAFTERS, SEPARATE
+from mtpserve.config.drafters import DRAFTERS, SEPARATE, SPEC_TYPES
 from mtpserve.config.options import check, option
 
 # Without an algorithm they are the default drafter's: an error where there is none.
@@ -31,6 +31,7 @@ class SpecConfig:
         "MTP layer that can be used, else none)",
         "speculative-algo",
         "spec-method",
+        synonyms=SPEC_TYPES,
     )
     speculative_num_steps: int | None = option(
         None, "depth of the drafts, 0 to 7 (default: 3, and no more than MTP layers where each depth has "
@@ -206,7 +207,7 @@ class SpecConfig:
         checkpoint."""
         return self.speculative_draft_model_path
 
-    def with_checkpoint(self, directory: str) -> SpecConfig:
+    def with_checkpoint(self, directory: str | None) -> SpecConfig:
         return replace(self, speculative_draft_model_path=directory)
 
     @property

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from mtpserve.cli.main import main
-from mtpserve.config import ModelConfig
-from mtpserve.weights.checkpoint.hub import is_id
+from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
+from mtpserve.weights.checkpoint.hub import fetched, is_id
 from tests.house.tree import ROOT
 
 ID, COMMIT = "some-org/Some-Model.1", "c" * 40
@@ -105,7 +105,7 @@ FETCH = """
 import sys
 from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
 from mtpserve.weights.checkpoint.hub import fetched
-spec = SpecConfig(speculative_algorithm="MTP", speculative_draft_model_path=sys.argv[1])
+spec = SpecConfig(speculative_algorithm="STANDALONE", speculative_draft_model_path=sys.argv[1])
 found = fetched(EngineConfig(model=ModelConfig(model=sys.argv[1], tokenizer=sys.argv[1], revision=sys.argv[2]), spec=spec))
 assert found.model.served_model_name == (sys.argv[1],)
 assert found.model.tokenizer == found.spec.speculative_draft_model_path == found.model.model, found
@@ -125,6 +125,17 @@ def test_an_id_becomes_a_directory_once(hub: Hub, tmp_path: Path) -> None:
     report = run(tmp_path, endpoint, "-m", "mtpserve", "inspect", ID, "--json", "--revision", "v2")
     assert report.returncode == 0, report.stderr
     assert json.loads(report.stdout)["arch"]["hidden"] > 0 and len(hub.sent) == len(hub.wanted)
+
+
+def test_a_draft_model_with_the_models_own_name_is_its_mtp_layer(tmp_path: Path) -> None:
+    def drafted_by(algorithm: str | None, path: Path | str) -> str | None:
+        spec = SpecConfig(speculative_algorithm=algorithm, speculative_draft_model_path=str(path))
+        return fetched(EngineConfig(model=ModelConfig(model=str(tmp_path)), spec=spec)).spec.speculative_draft_model_path
+
+    for algorithm in ("MTP", "ernie_mtp", "EAGLE", "MTP+NGRAM", None):
+        assert drafted_by(algorithm, tmp_path) is drafted_by(algorithm, f"{tmp_path}/.") is None
+    assert drafted_by("STANDALONE", tmp_path) == str(tmp_path)
+    assert drafted_by("MTP", tmp_path.parent) == str(tmp_path.parent)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,10 @@ REASONINGS: Registry[Thinking] = Registry(
     named(
         {
             "deepseek_r1 deepseek-r1 qwen3-thinking step3p5": f"{REASONING}:ALWAYS",
-            "deepseek_v3 deepseek-v3 qwen3 glm45 mimo": f"{REASONING}:SOMETIMES",
+            (
+                "deepseek_v3 deepseek-v3 deepseek_v4 deepseek-v4 qwen3 glm45 glm47 mimo nemotron_v3 "
+                "nemotron_3 nano_v3"
+            ): f"{REASONING}:SOMETIMES",
             "ernie45": f"{REASONING}:ERNIE",
             "openai_gptoss gpt-oss": f"{HARMONY}:CHANNELS",
         }

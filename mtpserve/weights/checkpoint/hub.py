@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from mtpserve.config import EngineConfig, ModelConfig
+from mtpserve.config.drafters import DRAFTERS
 from mtpserve.core.errors import LoadError
 from mtpserve.weights.checkpoint.gguf_names import PACKAGES, gguf_file
 
@@ -50,11 +51,22 @@ def fetched(config: EngineConfig, download: bool = True, headers: Path | None = 
             else gguf_file(model.tokenizer)
         )
         model = replace(model, tokenizer=text or model.tokenizer)
-    if (draft := spec.checkpoint) is not None:
+    if spec.checkpoint is not None and own_layer(config):
+        spec = spec.with_checkpoint(None)
+    elif (draft := spec.checkpoint) is not None:
         files = TOKENIZER if model.load_format == "dummy" else WEIGHTS
         local_path = directory_of(draft, files, None, *where[1:3], None) if is_id(draft) else gguf_file(draft)
         spec = spec.with_checkpoint(local_path or str(ModelConfig(model=draft).directory))
     return replace(config, model=model, spec=spec)
+
+
+def own_layer(config: EngineConfig) -> bool:
+    """True if the draft model's path is the model's own: published commands name it twice, and mean the
+    checkpoint's MTP layer."""
+    spec, model = config.spec, config.model
+    is_mtp = spec.drafter is None or DRAFTERS.get(spec.drafter).in_checkpoint(None)
+    draft = ModelConfig(model=spec.checkpoint or "").directory
+    return is_mtp and (spec.checkpoint == model.model or draft.resolve() == model.directory.resolve())
 
 
 def require_names(config: EngineConfig, paths: bool = True) -> None:
