@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ SIZES = {"small": "6.4 M", "258m": "258 M", "500m": "500 M"}
 NAMES = {"vllm": "vLLM", "transformers": "transformers", "mistral.rs": "mistral.rs"}
 MODES = {"plain": "plain", "mtp": "three drafts"}
 COMPARED = (("plain", "plain"), ("mtp", "mtp"), ("mtp", "plain"))  # mtpserve's, theirs
+CHIPS = {"zen": "Zen", "spr": "Sapphire Rapids", "neoverse": "Neoverse"}
 CLOSE = 1.1  # below it a ratio has two places
 Rows = list[dict[str, Any]]
 Rounded = Callable[[float, int], str]
@@ -56,19 +58,27 @@ def short(found: list[Result], rounded: Rounded, markdown: Markdown) -> str:
 
 def table(found: list[Result], rounded: Rounded, markdown: Markdown) -> str:
     at_once = sorted({row["concurrency"] for result in found for row in result.numbers["medians"]})
-    rows = [row for result in found for row in lines(result.numbers["medians"], at_once, rounded)]
-    return markdown(["mtpserve's tokens per second over", "", *map(str, at_once)], rows)
+    rows = [row for result in found for row in lines(result, at_once, rounded)]
+    return markdown(["mtpserve's tokens per second over", "", "on", *map(str, at_once)], rows)
 
 
-def lines(medians: Rows, at_once: list[int], rounded: Rounded) -> Iterator[list[str]]:
+def chip(result: Result) -> str:
+    """As the file's name has it: peers_small_zen4_2core is of a Zen 4."""
+    hit = re.search(r"_(zen|spr|neoverse)(\d*)_", result.name)
+    return result.whole["device"] if hit is None else f"{CHIPS[hit[1]]} {hit[2]}".strip()
+
+
+def lines(result: Result, at_once: list[int], rounded: Rounded) -> Iterator[list[str]]:
     """One for each model, pair of modes and other engine. Of an engine's variants the fastest counts; what was lost is bold."""
+    medians = result.numbers["medians"]
     for model in sorted(dict.fromkeys(row["model"] for row in medians), key=lambda name: rank({"model": name})):
         for mode, theirs in COMPARED:
             for engine in dict.fromkeys(row["engine"] for row in medians if row["server"] != OWN):
                 cells = [cell(medians, model, (mode, theirs), engine, many, rounded) for many in at_once]
                 if any(cells):
                     other = NAMES.get(engine, engine)
-                    yield [f"{SIZES.get(model, model)}, {MODES[mode]}", other if mode == theirs else f"{other}, {MODES[theirs]}", *cells]
+                    over = other if mode == theirs else f"{other}, {MODES[theirs]}"
+                    yield [f"{SIZES.get(model, model)}, {MODES[mode]}", over, chip(result), *cells]
 
 
 def cell(medians: Rows, model: str, modes: tuple[str, str], engine: str, many: int, rounded: Rounded) -> str:

@@ -1,7 +1,8 @@
 """Routers in front of two servers, which lose an engine, are drained and come back: `python benchmarks/fleet/routers.py --bin VENV/bin`.
 
-VENV has the routers: `pip install vllm-router sglang-router smg`. Those that it lacks are left out. Each is put in front of
-two `mtpserve launch --model demo --chat-template mtpserve/demo/comments.jinja --engine-restarts 3 --drain-delay 3`, and gets 40 streamed requests, completions and chats in turn:
+VENV has the routers: `pip install vllm-router sglang-router smg`. Those that it lacks are left out. Each is put in front of two
+`mtpserve launch --model demo --chat-template mtpserve/demo/comments.jinja --engine-restarts 3 --drain-delay 3`, and gets 40 streamed
+requests, completions and chats in turn:
 
 steady         nothing happens
 engine killed  the engine process of one server gets SIGKILL while it streams

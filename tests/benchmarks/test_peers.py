@@ -98,21 +98,23 @@ def test_the_readmes_table_has_every_engine_and_what_was_lost(tmp_path: Path, mo
         "peers": {"vllm": {"vllm": "0.3"}},
     }
     whole = {"command": "python x.py", "commit": "abc", "device": "a chip", "cores": 2, "numbers": numbers}
-    (tmp_path / "peers_new.json").write_text(json.dumps(whole))
+    (tmp_path / "peers_new_zen5_2core.json").write_text(json.dumps(whole))
+    (tmp_path / "peers_other.json").write_text(json.dumps(whole))
     (tmp_path / "peers_old.json").write_text(json.dumps({"numbers": {"medians": []}}))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     table, notes = report.against_vllm().split("\n\n", 1)
-    assert table.splitlines() == [
-        "| mtpserve's tokens per second over | | 4 |",
-        "|---|---|---|",
-        "| 6.4 M, plain | vLLM | **0.99 ×** |",
-        "| 6.4 M, plain | mistral.rs | 2.0 × |",
-        "| 6.4 M, three drafts | vLLM | 2.0 × |",
-        "| 6.4 M, three drafts | vLLM, plain | **0.79 ×** |",
-        "| 6.4 M, three drafts | mistral.rs, plain | 1.6 × |",
-        "| 258 M, plain | vLLM | **0.50 ×** |",
+    assert table.splitlines()[:8] == [
+        "| mtpserve's tokens per second over | | on | 4 |",
+        "|---|---|---|---|",
+        "| 6.4 M, plain | vLLM | Zen 5 | **0.99 ×** |",
+        "| 6.4 M, plain | mistral.rs | Zen 5 | 2.0 × |",
+        "| 6.4 M, three drafts | vLLM | Zen 5 | 2.0 × |",
+        "| 6.4 M, three drafts | vLLM, plain | Zen 5 | **0.79 ×** |",
+        "| 6.4 M, three drafts | mistral.rs, plain | Zen 5 | 1.6 × |",
+        "| 258 M, plain | vLLM | Zen 5 | **0.50 ×** |",
     ]
-    assert "`python x.py` (2 cores of a chip, abc; vLLM 0.3; [file](../benchmarks/results/peers_new.json))" in notes
+    assert table.splitlines()[8] == "| 6.4 M, plain | vLLM | a chip | **0.99 ×** |", "of a file that names no chip"
+    assert "`python x.py` (2 cores of a chip, abc; vLLM 0.3; [file](../benchmarks/results/peers_new_zen5_2core.json))" in notes
     assert "- At 4 requests with 258 M parameters, vLLM without drafts gives 2.00 ×" in notes
     assert notes.endswith("Not measured:\n\n- it has no drafts\n")
 
