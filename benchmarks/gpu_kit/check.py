@@ -65,7 +65,7 @@ def captured_against_eager(device_config: DeviceConfig, cell: Cell, alarm: Alarm
     assert recorder.body is not None
     restore()
     step_graph.replay()
-    graph_table = step_graph.table.clone()
+    graph_table = step_graph.output.table.clone()
     restore()
     eager_table = recorder.body()[0].clone()
     differing = int((graph_table != eager_table).sum())

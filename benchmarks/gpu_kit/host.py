@@ -23,7 +23,8 @@ from gpu_kit.timing import Alarm
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
-from mtpserve.runtime.graphs.capture import Body, GraphOutput
+from mtpserve.runtime.graphs.capture import Body
+from mtpserve.runtime.graphs.graph_key import GraphOutput
 from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.transfer import Download

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from gpu_kit.launches import Launch, LaunchRecorder, recording
 from gpu_kit.models import Cell, DeviceConfig, engine_of, fake_model, key_of, runner_of, traffic_of
-from mtpserve.runtime.graphs.capture import Body, GraphOutput
+from mtpserve.runtime.graphs.capture import Body
+from mtpserve.runtime.graphs.graph_key import GraphOutput
 from mtpserve.runtime.transfer import staged
 
 PROCESSORS = 132  # of an H100 and an H200

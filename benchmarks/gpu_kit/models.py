@@ -26,7 +26,8 @@ from mtpserve.layers.rope import Rope
 from mtpserve.models.registry import family_of
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.runtime.graphs.capture import GraphCapturer
-from mtpserve.runtime.graphs.graphs import CapturedGraph, GraphKey, StepGraphs
+from mtpserve.runtime.graphs.graph_key import CapturedGraph, GraphKey
+from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.graphs.prompt_rows import PROMPTS, Prompts
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling.sampling import SamplingFeatures

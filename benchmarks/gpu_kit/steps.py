@@ -18,7 +18,8 @@ from gpu_kit.models import Cell, DeviceConfig, engine_of, key_of, random_model, 
 from gpu_kit.predict import Ceilings, prediction_of
 from gpu_kit.timing import Alarm, event_us, host_us
 from mtpserve.layers.decoder import DecoderModel
-from mtpserve.runtime.graphs.capture import Body, CudaGraphCapturer, GraphCapturer, GraphOutput
+from mtpserve.runtime.graphs.capture import Body, CudaGraphCapturer, GraphCapturer
+from mtpserve.runtime.graphs.graph_key import GraphOutput
 
 WARM_UPS, REPLAYS, PROFILED = 5, 30, 3
 PROFILES = 2  # attempts

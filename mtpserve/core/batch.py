@@ -163,6 +163,7 @@ class RequestTensors(Protocol):
     tokens: Tensor  # [seats, max_len + lookahead] int64: committed tokens, then the waiting drafts
     num_tokens: Tensor  # [seats] int64: committed tokens
     num_computed_tokens: Tensor  # [seats] int64: tokens whose KV is in the pages
+    stops: Tensor  # [seats, STOPS] int64: tokens that end the output, -1: none
     block_tables: Tensor  # [groups, seats, columns] int64, see core.arch.model.page_groups
     padding_slots: list[int]  # by group: a slot that is never read
     draft_probs: Tensor  # [seats, K, vocabulary] float32: what the waiting drafts of a chain were drawn from

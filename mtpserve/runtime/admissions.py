@@ -120,7 +120,7 @@ def integers(request: RunnerRequest, eos_ids: Collection[int]) -> list[int]:
     """[INTEGERS + STOPS]"""
     new_request, params, seed = request.new_request, request.sampling, request.request.seed
     assert seed is not None
-    ends = [*(() if params.ignore_eos else eos_ids), *params.stop_token_ids]
+    ends = dict.fromkeys([*(() if params.ignore_eos else eos_ids), *params.stop_token_ids])
     return [
         *(
             new_request.num_tokens,

@@ -59,12 +59,11 @@ class RunnerOutput:
         return {index: result for (index, _, _), result in zip(self.spans, results, strict=True)}
 
 
-def downloads(scores: Logprobs | None) -> tuple[Download, ...]:
+def downloads(scores: Logprobs | None, rows: slice = slice(None)) -> tuple[Download, ...]:
     if scores is None:
         return ()
-    return tuple(
-        Download(tensor) for tensor in (scores.token_logprobs, scores.ranks, scores.top_ids, scores.top)
-    )
+    tensors = scores.token_logprobs, scores.ranks, scores.top_ids, scores.top
+    return tuple(Download(tensor[rows]) for tensor in tensors)
 
 
 def logprobs_of(parts: Seq[Download]) -> Logprobs:

@@ -182,8 +182,7 @@ class Runner:
         return new_rows and not scored and self.is_plain(plan, request)
 
     def is_plain(self, plan: SpanPlan, request: RunnerRequest) -> bool:
-        rules = request.has_rules or self.processors or request.sampling.logprobs is not None
-        return plan.samples and request.plain and not rules
+        return plan.samples and request.plain and not self.sampling.rules.needs_host(request)
 
     def run(self, spans: Seq[Span], draft_depth: int) -> RunnerOutput:
         _, plans, requests = zip(*spans, strict=True)
@@ -282,14 +281,15 @@ class Runner:
         if graph is None:
             # It is launched by itself: beside requests with grammars its drafts would become trees.
             return [self.run(spans, draft_depth)]
-        outputs = []
+        outputs, output = [], graph.output
         for group, first in ((decoding, 0), (prompts, graph.key.requests)):
             if group:
-                count = None if graph.num_draft_tokens is None else graph.num_draft_tokens[first:]
+                rows = slice(first, first + len(group))
+                count = None if output.num_proposals is None else output.num_proposals[first:]
                 drafted = [(plan, request) for _, plan, request in group]
-                counts = self.num_draft_tokens(drafted, draft_depth, count, graph.has_draft_trees)
-                table = Download(graph.table[first : first + len(group)])
-                outputs.append(RunnerOutput(group, table, graph.max_drafts, graph.has_trees, counts))
+                counts = self.num_draft_tokens(drafted, draft_depth, count, output.proposes_trees)
+                table, scores = Download(output.table[rows]), downloads(output.logprobs, rows)
+                outputs.append(RunnerOutput(group, table, graph.max_proposals, graph.has_trees, counts, scores))
         return outputs
 
     def max_draft_tokens(self, plans: Seq[SpanPlan], draft_depth: int) -> list[int]:

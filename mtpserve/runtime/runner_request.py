@@ -31,7 +31,8 @@ class RunnerRequest:
         self.has_penalty = (
             params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
         )
-        self.always_rules = bool(self.has_bias or self.has_penalty or self.bad_words)
+        self.host_rules = bool(self.bad_words)  # they are not in tables of the device
+        self.always_rules = bool(self.has_bias or self.has_penalty or self.host_rules)
         self.first_constrained_token = params.first_constrained_token
 
     @property

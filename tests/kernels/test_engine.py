@@ -18,7 +18,8 @@ from mtpserve.engine.startup import build
 from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.planning import load_model
 from mtpserve.layers.decoder import DecoderModel
-from mtpserve.runtime.graphs.capture import CaptureFailed, CudaGraphCapturer, GraphOutput
+from mtpserve.runtime.graphs.capture import CaptureFailed, CudaGraphCapturer
+from mtpserve.runtime.graphs.graph_key import GraphOutput
 from mtpserve.runtime.sampling.sampling import usual_features
 from tests import selection
 from tests.runtime.recorders import Again, runner_of
@@ -90,7 +91,7 @@ def test_a_failed_capture_spoils_nothing(device: torch.device) -> None:
 
     def body(reads: bool) -> GraphOutput:
         doubled = numbers * 2
-        return doubled + doubled.sum().item() if reads else doubled, None, False
+        return GraphOutput(doubled + doubled.sum().item() if reads else doubled, None, False)
 
     for _ in range(2):
         with pytest.raises(CaptureFailed):

@@ -19,7 +19,8 @@ from mtpserve.config import SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.graphs import graphs
-from mtpserve.runtime.graphs.capture import Body, GraphOutput
+from mtpserve.runtime.graphs.capture import Body
+from mtpserve.runtime.graphs.graph_key import GraphOutput
 from tests.runtime.test_overlap import CHAIN, PLAIN, TREE
 from tests.tiny import tiny_engine, tiny_model
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtpserve.attention.contexts import Contexts
@@ -19,7 +20,8 @@ from mtpserve.core.arch.model import LayerKind
 from mtpserve.core.batch import Batch
 from mtpserve.core.protocols.attention import Context
 from mtpserve.engine.engine import Engine
-from mtpserve.runtime.graphs.capture import Body, GraphOutput
+from mtpserve.runtime.graphs.capture import Body
+from mtpserve.runtime.graphs.graph_key import GraphOutput
 from mtpserve.runtime.runner import Runner
 
 
@@ -35,6 +37,12 @@ def draft_one_by_one(engine: Engine) -> None:
     getattr(drafter, "base", drafter).passes.draft_chain = None
 
 
+def tensors_of(output: GraphOutput) -> list[Tensor]:
+    logprobs = output.logprobs
+    scores = () if logprobs is None else (logprobs.token_logprobs, logprobs.ranks, logprobs.top_ids, logprobs.top)
+    return [tensor for tensor in (output.table, output.num_proposals, *scores) if tensor is not None]
+
+
 class Again:
     """Replays by running the body again into the tensors of the first run, as a captured graph would."""
 
@@ -43,17 +51,15 @@ class Again:
         self.replayed: list[int] = []  # requests of each replay, padding counted
 
     def capture(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
-        table, counts, branch = body()
+        output = body()
         self.recordings += 1
 
         def again() -> None:
-            self.replayed.append(len(table))
-            fresh_table, fresh_counts, _ = self.repeat(body)
-            table.copy_(fresh_table)
-            if counts is not None and fresh_counts is not None:
-                counts.copy_(fresh_counts)
+            self.replayed.append(len(output.table))
+            for tensor, fresh in zip(tensors_of(output), tensors_of(self.repeat(body)), strict=True):
+                tensor.copy_(fresh)
 
-        return (table, counts, branch), again
+        return output, again
 
     def repeat(self, body: Body) -> GraphOutput:
         return body()

@@ -18,8 +18,9 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams, Speculation
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.startup import build
-from mtpserve.runtime.graphs.capture import Body, CaptureFailed, CudaGraphCapturer, GraphOutput
-from mtpserve.runtime.graphs.graphs import StepGraphs, tiers
+from mtpserve.runtime.graphs.capture import Body, CaptureFailed, CudaGraphCapturer
+from mtpserve.runtime.graphs.graph_key import GraphOutput, tiers
+from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.graphs.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts
 from mtpserve.runtime.sampling.sampling import SamplingFeatures, usual_features
 from tests.runtime.recorders import Again, HostRead, Watched, blinded, nothing_is_read, runner_of
@@ -244,7 +245,7 @@ def test_a_graph_keeps_what_the_host_reads_and_nothing_else() -> None:
     recorded = graphs.capture(graphs.key(4, 3, True, sampled(False), False))
     gc.collect()
     assert recorded is not None and drawn and all(probs() is None for probs in drawn)
-    kept = [recorded.table, recorded.num_draft_tokens]
+    kept = [recorded.output.table, recorded.output.num_proposals]
     assert sum(part.nbytes for part in kept if part is not None) < 4 * 8 * 40
 
 

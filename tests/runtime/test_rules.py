@@ -31,7 +31,7 @@ class Rows:
 
     def __init__(self, *requests: RunnerRequest) -> None:
         self.seats = DeviceRequests(SEATS, 16, SpecSizes(), VOCAB, 16, CPU, (EOS,))
-        self.rules = LogitRules(self.seats, SEATS + 1, VOCAB, (EOS,), (), CPU)
+        self.rules = LogitRules(self.seats, SEATS, VOCAB, (EOS,), (), CPU)
         self.sampling = SamplingState(SEATS, self.rules, CPU)
         self.admit(*requests)
 

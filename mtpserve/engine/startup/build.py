@@ -36,7 +36,8 @@ from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.quant.int8 import Int8
 from mtpserve.runtime.graphs.capture import CudaGraphCapturer
-from mtpserve.runtime.graphs.graphs import ROWS, StepGraphs
+from mtpserve.runtime.graphs.graph_key import ROWS
+from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.memory import MemoryPlan, require_memory
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling.sampling import SamplingState, usual_features

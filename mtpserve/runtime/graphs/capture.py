@@ -7,14 +7,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
+
+from mtpserve.runtime.graphs.graph_key import GraphOutput
 
 WARM_UPS = 2  # compile kernels and fill caches, neither of which may happen in a capture
 
-# All that a graph keeps of a step: the table for the host, and for the next step the number of each request's
-# proposals (None: there are none), and whether they branch. The memory of everything else is the next
-# graph's, too.
-GraphOutput = tuple[Tensor, Tensor | None, bool]
 Body = Callable[[], GraphOutput]
 
 

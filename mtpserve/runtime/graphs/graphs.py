@@ -20,8 +20,8 @@ dozens of steps. Those whose capture failed are launched.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence as Seq
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
 
@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch
-from mtpserve.runtime.graphs.capture import CaptureFailed, GraphCapturer, GraphOutput
+from mtpserve.runtime.graphs.capture import CaptureFailed, GraphCapturer
+from mtpserve.runtime.graphs.graph_key import CapturedGraph, GraphKey, GraphOutput, padded, tiers
 from mtpserve.runtime.graphs.prompt_rows import (
     MIXED_PROMPTS,
     PROMPTS,
@@ -39,57 +40,16 @@ from mtpserve.runtime.graphs.prompt_rows import (
     prompt_layout,
 )
 from mtpserve.runtime.inputs import RowLayout, build, row_layout
+from mtpserve.runtime.sampling.rule_tables import TableRules
 from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
 from mtpserve.runtime.step import Step
 from mtpserve.runtime.transfer import write
 
 log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 MIXED_ROWS = (16, 32, 64, 128, 256)  # numbers of requests that decode beside prompts
 DEPTHS = (1, 3)  # chains' depths, besides the engine's own
 LOG_S = 10.0  # between two lines
-
-
-@dataclass(frozen=True, slots=True)
-class GraphKey:
-    requests: int  # that decode
-    width: int  # rows of each
-    max_steps: int  # 0: nothing is drafted
-    trees: bool
-    features: SamplingFeatures
-    # Where nothing is drafted: a later step stores the rows' draft KV. Beside prompts it does so for some
-    # rows.
-    defers_kv: bool = False
-    rows: int = 0  # all prompts together
-    spans: int = 0  # prompts' spans
-    resumed: bool = False  # some of these start right after pages of another request
-
-    def __str__(self) -> str:
-        decoding = f"{self.requests} requests, {self.width} rows each" if self.requests else ""
-        prompts = f"{self.rows} rows of prompts" if self.rows else ""
-        return f"{' and '.join(filter(None, (decoding, prompts)))}, {self.max_steps} deep"
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedGraph:
-    key: GraphKey
-    # [3 to 5, requests + spans]: req_idx, draft depth, max_draft_tokens, and the numbers of checkpoints where
-    # layers keep states
-    request_numbers: Tensor
-    prompt_numbers: Tensor | None  # [3, spans], see `padded_prompts`
-    layout: RowLayout | None  # for decoding requests; every replay reads its tensors
-    max_drafts: int  # verified in one span
-    has_trees: bool  # verified drafts may branch
-    table: Tensor  # [requests + spans, …], see RunnerOutput
-    num_draft_tokens: Tensor | None  # [requests + spans], the next drafts; None: nothing is drafted
-    has_draft_trees: bool  # these branch
-    replay: Callable[[], object]
-
-
-def tiers(max_batch_size: int) -> list[int]:
-    """Numbers of requests, the largest last."""
-    return [*(size for size in ROWS if size < max_batch_size), max_batch_size]
 
 
 class StepGraphs:
@@ -186,7 +146,7 @@ class StepGraphs:
             False,
             deferred,
         )
-        sampling = features.rounded() if features.all_greedy else features.general
+        sampling = features.rounded() if features.rounded().all_greedy else features.general
         # Whatever the prompts follow: a pass of the draft model over one row of each costs less than twice as
         # many captures.
         resumed = self.step.drafter.lag is not None
@@ -321,16 +281,20 @@ class StepGraphs:
             rows, batch = self.batch(key, request_numbers, prompt_numbers, layout)
             hidden, verify_output, table = step.forward(batch)
             drafts = step.propose(batch, rows, hidden, verify_output)
-            if drafts is None:
-                return table, None, False
-            return table, drafts.num_draft_tokens, drafts.tree is not None
+            count, branches = (
+                (None, False) if drafts is None else (drafts.num_draft_tokens, drafts.tree is not None)
+            )
+            return GraphOutput(table, count, branches, verify_output.logprobs)
 
+        if key.features.rules:  # their tables outlive the graph, and are not in its memory
+            self.sampling.rules.bias_table()
+            self.sampling.rules.count_tables()
         try:
-            (table, count, branches), replay = self.capturer.capture(body)
+            output, replay = self.capturer.capture(body)
             max_drafts = max(key.width - 1, 0)
             self.captured[key] = CapturedGraph(
                 key, request_numbers, prompt_numbers, layout, max_drafts, key.trees and max_drafts > 0,
-                table, count, branches, replay,
+                output, replay,
             )  # fmt: skip
             log.debug("captured a step: %s", key)
         except CaptureFailed as failure:
@@ -365,7 +329,8 @@ class StepGraphs:
             layout = prompts if layout is None else mixed_layout(layout, prompts)
             resumed = after_others if key.resumed else None
         assert layout is not None
-        sampler = BatchSampler(self.sampling, key.features)
+        rules = TableRules(self.sampling.rules) if key.features.rules else None
+        sampler = BatchSampler(self.sampling, key.features, rules)
         batch = build(layout, step.req_tensors, req_indices, sampler, key.trees)._replace(
             resumed=resumed,
             draft_depth=key.max_steps,
@@ -378,9 +343,3 @@ class StepGraphs:
         if checkpoints:
             batch = batch._replace(checkpoint_tokens=checkpoints[0], checkpoint_states=checkpoints[1])
         return layout, batch
-
-
-def padded(numbers: Seq[int], decoding: int, filler: int, key: GraphKey) -> list[int]:
-    """One of each request, of which so many decode, up to what the graph of `key` has of both kinds."""
-    prompts = [*numbers[decoding:], *[filler] * key.spans][: key.spans]
-    return [*numbers[:decoding], *[filler] * (key.requests - decoding), *prompts]

@@ -22,13 +22,15 @@ from mtpserve.core.plan import NOTHING_ALLOWED
 from mtpserve.core.protocols.logits_processor import LogitsProcessor
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.grammar import GrammarRules
+from mtpserve.runtime.sampling.rule_tables import TableRules
 from mtpserve.runtime.transfer import upload
 
 log = logging.getLogger(__name__)
 
 
 class LogitRules:
-    """The tables [seats, vocabulary] exist from the first request on that needs them."""
+    """rule_tables.RuleTables. The tables [seats, vocabulary] exist from the first request on that needs them,
+    or from the first captured step with rules."""
 
     def __init__(
         self,
@@ -46,11 +48,12 @@ class LogitRules:
             processors,
             device,
         )
-        self.number = number
+        self.number = number = number + 1  # one more seat pads batches
         self.bias: Tensor | None = None  # float32, added
         self.prompt: Tensor | None = None  # bool, is in the prompt
         self.counts: Tensor | None = None  # int64, how often it is in the output
-        self.penalties = torch.zeros(number, 3, device=device)  # repetition, frequency, presence
+        # repetition, frequency, presence: of 1, 0 and 0 nothing changes
+        self.penalties = torch.tensor([1.0, 0.0, 0.0], device=device).repeat(number, 1)
         self.least = torch.zeros(number, dtype=torch.int64, device=device)  # min_tokens
 
     @property
@@ -63,15 +66,31 @@ class LogitRules:
             self.bias = torch.zeros(self.number, self.vocab, device=self.device)
         return self.bias
 
-    def count(self, req_idx: int, tokens: Tensor, prompt_len: int) -> None:
-        """Take up a request with penalties: `tokens` [n] on the device, output that it has already
-        included."""
+    def count_tables(self) -> tuple[Tensor, Tensor]:
+        """Returns `prompt` and `counts`."""
         if self.prompt is None or self.counts is None:
             self.prompt = torch.zeros(self.number, self.vocab, dtype=torch.bool, device=self.device)
             self.counts = torch.zeros(self.number, self.vocab, dtype=torch.int64, device=self.device)
+        return self.prompt, self.counts
+
+    def count(self, req_idx: int, tokens: Tensor, prompt_len: int) -> None:
+        """Take up a request with penalties: `tokens` [n] on the device, output that it has already
+        included."""
+        prompt, counts = self.count_tables()
         output = tokens[prompt_len:]
-        self.prompt[req_idx].zero_().index_fill_(0, tokens[:prompt_len], True)
-        self.counts[req_idx].zero_().index_add_(0, output, torch.ones_like(output))
+        prompt[req_idx].zero_().index_fill_(0, tokens[:prompt_len], True)
+        counts[req_idx].zero_().index_add_(0, output, torch.ones_like(output))
+
+    def ends(self, request: RunnerRequest) -> set[int]:
+        """The tokens that end the request's output."""
+        params = request.sampling
+        return {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
+
+    def needs_host(self, request: RunnerRequest) -> bool:
+        """True if some rule of the request is not in tables of the device (rule_tables.py), so that its steps
+        cannot be captured."""
+        stops = request.is_below_min_tokens and len(self.ends(request)) > self.req_tensors.stops.shape[1]
+        return bool(self.processors or request.host_rules or request.is_constrained or stops)
 
     def groups(self, requests: Seq[RunnerRequest]) -> RuleGroups | None:
         """None: no rule applies to any of these requests."""
@@ -79,13 +98,12 @@ class LogitRules:
             return None
         worded: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         blocked_stops: dict[tuple[int, ...], list[int]] = {}
+        most_stops = self.req_tensors.stops.shape[1]
         for request in requests:
             if request.bad_words:
                 worded.setdefault(request.bad_words, []).append(request.req_idx)
-            if request.is_below_min_tokens:
-                params = request.sampling
-                ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)})
-                blocked_stops.setdefault(tuple(ends), []).append(request.req_idx)
+            if request.is_below_min_tokens and len(ends := self.ends(request)) > most_stops:
+                blocked_stops.setdefault(tuple(sorted(ends)), []).append(request.req_idx)
         return RuleGroups(worded, blocked_stops)
 
     def nothing_allowed(self, request: RunnerRequest, tokens: Seq[int]) -> str | None:
@@ -109,7 +127,7 @@ class LogitRules:
             if output[len(output) - len(rest) :] == rest:
                 excluded.add(last)
         if len(output) < params.min_tokens:
-            excluded |= {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
+            excluded |= self.ends(request)
         return excluded.issuperset(params.allowed_token_ids or range(self.vocab))
 
 
@@ -129,7 +147,8 @@ class RuleGroups:
     """Seats by their rules, not one by one: many requests of one client have the same."""
 
     worded: dict[tuple[tuple[int, ...], ...], list[int]]  # words of several tokens that must not occur
-    blocked_stops: dict[tuple[int, ...], list[int]]  # stop tokens that may not come yet
+    # stop tokens that may not come yet, of requests with more of them than the device's table holds
+    blocked_stops: dict[tuple[int, ...], list[int]]
 
     @property
     def lists(self) -> list[Seq[int]]:
@@ -161,8 +180,12 @@ class BatchRules:
         self.by_seat = {request.req_idx: request for request in requests}
         # tokens committed by this step's verdict, which the records do not have yet
         self.fresh: dict[int, list[int]] = {}
-        self.any_bias = any(request.has_bias for request in requests)
-        self.any_penalty = any(request.has_penalty for request in requests)
+        self.tables = TableRules(
+            rules,
+            any_bias=any(request.has_bias for request in requests),
+            any_penalty=any(request.has_penalty for request in requests),
+            any_min_tokens=any(request.is_below_min_tokens for request in requests),
+        )
         parts: Iterator[Tensor] = iter(lists)
         self.worded = [Words(words, next(parts), [next(parts) for _ in words]) for words in groups.worded]
         self.blocked_stops = [(next(parts), next(parts)) for _ in groups.blocked_stops]  # seats, stop tokens
@@ -170,15 +193,11 @@ class BatchRules:
 
     def apply(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
         raw = logits
-        if self.any_bias:
-            assert self.rules.bias is not None
-            logits = logits + self.rules.bias[req_indices]
+        logits = self.tables.apply(logits, req_indices, path, count)
         for words in self.worded:
             logits = self.without_words(logits, words, req_indices, path, count)
         for held_indices, ends in self.blocked_stops:
             logits = self.without_end(logits, ends, torch.isin(req_indices, held_indices), req_indices, count)
-        if self.any_penalty:
-            logits = self.penalised(logits, req_indices, path, count)
         if not self.rules.processors and not self.grammars:
             return logits
         owners, paths = req_indices.tolist(), path.tolist()
@@ -192,14 +211,7 @@ class BatchRules:
 
     def advance(self, batch: Batch, verify_output: VerifyOutput) -> None:
         """Called before the seats move on."""
-        if self.any_penalty:
-            assert self.rules.counts is not None
-            positions = torch.arange(verify_output.tokens.shape[1], device=verify_output.tokens.device)
-            mask = (
-                positions <= verify_output.num_accepted_tokens.unsqueeze(1)
-            ) & batch.samples.bool().unsqueeze(1)
-            req_indices = batch.req_indices.unsqueeze(1).expand_as(verify_output.tokens)
-            self.rules.counts.index_put_((req_indices, verify_output.tokens), mask.long(), accumulate=True)
+        self.tables.advance(batch, verify_output)
         if self.rules.processors or self.grammars:
             rows = zip(
                 batch.req_indices.tolist(),
@@ -251,19 +263,6 @@ class BatchRules:
         logits = logits.clone()
         logits[:, ends] = logits[:, ends].masked_fill(early.unsqueeze(1), -torch.inf)
         return logits
-
-    def penalised(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
-        """Repetition as in CTRL (Keskar et al. 2019, https://arxiv.org/abs/1909.05858), frequency and
-        presence as OpenAI documents."""
-        assert self.rules.prompt is not None and self.rules.counts is not None
-        repetition, frequency, presence = self.rules.penalties[req_indices].unsqueeze(2).unbind(1)
-        counts = self.rules.counts[req_indices]
-        on_path = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
-        counts = counts.scatter_add(1, path.masked_fill(~on_path, 0), on_path.long())
-        present = counts > 0
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(present | self.rules.prompt[req_indices], repeated, logits)
-        return logits - frequency * counts - presence * present
 
     def customised(
         self, logits: Tensor, processor: LogitsProcessor, owners: list[int], since: list[list[int]]

@@ -21,7 +21,15 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, SamplingTensors, VerifyOutput
 from mtpserve.runtime.runner_request import RunnerRequest
+from mtpserve.runtime.sampling.rule_tables import TableRules
 from mtpserve.runtime.sampling.rules import BatchRules, LogitRules
+
+LOGPROBS = 20  # the alternatives that a captured step gives where a request wants no more
+
+
+def power_of_two(number: int) -> int:
+    """The smallest one that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,7 @@ class SamplingFeatures:
     any_coupled: bool = False  # some request's proposals are point masses
     all_coupled: bool = False
     top_logprobs: int | None = None
+    rules: bool = False  # some request has a rule that the device reads from tables
 
     @classmethod
     def of(cls, requests: Seq[RunnerRequest], coupled: bool) -> SamplingFeatures:
@@ -50,18 +59,24 @@ class SamplingFeatures:
             any_coupled=any(request.new_request.point_masses for request in requests),
             all_coupled=coupled,
             top_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
+            rules=any(request.has_rules for request in requests),
         )
 
     def rounded(self) -> SamplingFeatures:
         """One for many: does the same for these requests, with a little more work, and there are few of
         them."""
-        if self.all_greedy:
+        top = None if self.top_logprobs is None else max(LOGPROBS, power_of_two(self.top_logprobs))
+        if self.all_greedy and not self.rules:
             return replace(
-                self, any_greedy=True, largest_k=0, any_top_p=False, any_min_p=False, any_coupled=False
-            )
-        cuts = self.largest_k > 0 or self.any_top_p or self.any_min_p
-        largest = max(64, 1 << (self.largest_k - 1).bit_length()) if cuts else 0
-        return replace(self, any_greedy=True, largest_k=largest, any_top_p=cuts, any_min_p=cuts)
+                self, any_greedy=True, largest_k=0, any_top_p=False, any_min_p=False, any_coupled=False,
+                top_logprobs=top,
+            )  # fmt: skip
+        cuts = self.rules or self.largest_k > 0 or self.any_top_p or self.any_min_p
+        largest = max(64, power_of_two(self.largest_k)) if cuts else 0
+        return replace(
+            self, all_greedy=False, any_greedy=True, largest_k=largest, any_top_p=cuts, any_min_p=cuts,
+            top_logprobs=top,
+        )  # fmt: skip
 
     @property
     def general(self) -> SamplingFeatures:
@@ -115,7 +130,10 @@ class BatchSampler:
     """core.protocols.Sampler for the requests of one step."""
 
     def __init__(
-        self, state: SamplingState, features: SamplingFeatures, rules: BatchRules | None = None
+        self,
+        state: SamplingState,
+        features: SamplingFeatures,
+        rules: BatchRules | TableRules | None = None,
     ) -> None:
         self.state, self.features, self.rules = state, features, rules
 
