@@ -288,8 +288,8 @@ class Runner:
                 count = None if output.num_proposals is None else output.num_proposals[first:]
                 drafted = [(plan, request) for _, plan, request in group]
                 counts = self.num_draft_tokens(drafted, draft_depth, count, output.proposes_trees)
-                table, scores = Download(output.table[rows]), downloads(output.logprobs, rows)
-                outputs.append(RunnerOutput(group, table, graph.max_proposals, graph.has_trees, counts, scores))
+                copies = graph.max_proposals, graph.has_trees, counts, downloads(output.logprobs, rows)
+                outputs.append(RunnerOutput(group, Download(output.table[rows]), *copies))
         return outputs
 
     def max_draft_tokens(self, plans: Seq[SpanPlan], draft_depth: int) -> list[int]:
