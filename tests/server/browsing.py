@@ -22,6 +22,7 @@ OPTIONS = ["--model", "demo", "--speculative-algorithm", "MTP+NGRAM", "--port", 
 QUIET = ["quic", "background-networking", "component-update", "sync", "gpu"]
 FLAGS = ["--no-sandbox", "--no-first-run", *(f"--disable-{what}" for what in QUIET)]
 WIDE, NARROW, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 800}, {"width": 320, "height": 700}
+DESK, TABLET = {"width": 1440, "height": 900}, {"width": 768, "height": 1024}
 Open = Callable[..., Any]
 
 # What the page does after a time, such as its next look at the server, it does after a quarter of it.
@@ -145,8 +146,10 @@ def opened(browser: Any) -> Iterator[Open]:
         view: str = "text",
         path: str = "/",
         ready: str = "#status.ready",
+        beside: Any = None,
     ) -> Any:
-        page = browser.new_page(viewport=size, color_scheme=scheme)
+        """`beside`: a page whose browser, with what it keeps, opens this one, too."""
+        page = (browser.new_context(viewport=size, color_scheme=scheme) if beside is None else beside.context).new_page()
         page.set_default_timeout(60_000)
         pages.append(page)
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -157,8 +160,8 @@ def opened(browser: Any) -> Iterator[Open]:
         return page
 
     yield open
-    for page in pages:
-        page.close()
+    for context in {page.context for page in pages}:
+        context.close()
     assert not complaints
 
 

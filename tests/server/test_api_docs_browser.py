@@ -44,7 +44,7 @@ def test_routes_are_found_opened_and_copied(demo: Running, opened: Open) -> None
     page.locator(f"{CHAT} .below summary", has_text="ChatMessage").first.click()
     page.locator(f"{CHAT} .below td:first-child code", has_text="role").first.wait_for()
     assert called(page.text_content(f"{CHAT} > div > pre")).json()["choices"][0]["message"]["role"] == "assistant"
-    page.goto(demo.url + "/")
+    page.goto(demo.url + "/#watch")
     page.click("footer a")
     page.wait_for_selector(READY)
     assert page.url == demo.url + "/docs"

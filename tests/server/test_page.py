@@ -16,11 +16,13 @@ import pytest
 from fastapi import FastAPI
 
 from mtpserve.config import EngineConfig, ModelConfig
+from mtpserve.server.page.assembled import content
 from mtpserve.server.page.page import PAGE
 from tests.server.fake_client import FakeClient
 from tests.server.test_launch import free_port, launched
 
-TEXT = PAGE.html.decode()
+LIBRARY = content("highlight.min.js")  # of others, as it was published
+TEXT = PAGE.html.decode().replace(LIBRARY, "")
 AA = 4.5  # WCAG's contrast for text of ordinary size
 
 
@@ -35,11 +37,20 @@ def test_the_policy_allows_the_pages_own_script_and_style_and_nothing_else(http:
     assert answer.headers["x-content-type-options"] == "nosniff"
     policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
+    assert policy["require-trusted-types-for"] == "'script'"  # no string becomes markup
     assert "unsafe" not in answer.headers["content-security-policy"]
     for tag in ("script", "style"):
         inside = answer.text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
         assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+
+
+def test_the_library_that_colours_code_is_the_published_one_with_its_licence_and_is_small() -> None:
+    assert "highlight.js 11.12.0" in LIBRARY[:100] and "BSD 3-Clause License" in LIBRARY and "Redistributions of source code" in LIBRARY
+    assert LIBRARY in PAGE.html.decode() and len(LIBRARY) < 62_000
+    # Its functions that write markup, which the policy forbids, are not called, and no end of a script is in it.
+    assert set(re.findall(r"\bhljs\.(\w+)", TEXT)) == {"configure", "registerAliases", "getLanguage", "highlight"}
+    assert not re.search("</script|<script[\\s/>]", LIBRARY)
 
 
 def test_the_page_loads_nothing_and_writes_no_markup() -> None:
@@ -48,6 +59,12 @@ def test_the_page_loads_nothing_and_writes_no_markup() -> None:
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function|\sstyle=|\son[a-z]+=\"", TEXT
     )
+
+
+def test_no_two_parts_of_the_script_use_one_name() -> None:
+    """The files are one script, where a second function of a name would silently take the place of the first."""
+    names = re.findall(r"^(?:async )?(?:function\*?|class|const|let) (\w+)", TEXT, re.MULTILINE)
+    assert len(names) > 100 and {name for name in names if names.count(name) > 1} == set()
 
 
 def test_every_element_that_the_script_and_the_labels_mean_is_there() -> None:
@@ -72,11 +89,19 @@ def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_stand_out_from_what_is_behind_them(scheme: str) -> None:
-    block = TEXT.split(":root {")[1 if scheme == "light" else 2].split("}")[0]
-    found = re.findall(r"--([\w-]+): #(\w{2})(\w{2})(\w{2})", block)
-    colours = {name: tuple(int(part, 16) for part in parts) for name, *parts in found}
+    found = re.findall(r"--([\w-]+): light-dark\(#(\w{6}), #(\w{6})\)", TEXT)
+    digits = {name: light if scheme == "light" else dark for name, light, dark in found}
+    colours = {name: tuple(bytes.fromhex(digits[name])) for name in digits}
     pairs = [(text, ground) for text in ("text", "muted", "good", "bad", "warn") for ground in ("ground", "panel")]
-    pairs += [("text", "warn-ground"), ("text", "bad-ground"), ("panel", "text")]
+    pairs += [
+        ("text", "warn-ground"),
+        ("text", "bad-ground"),
+        ("panel", "text"),
+        ("text", "bubble"),
+        ("text", "raised"),
+        ("muted", "track"),
+    ]
+    pairs += [(name, "code") for name in colours if name.startswith("h-")]
     poor = {pair: ratio for pair in pairs if (ratio := contrast(colours[pair[0]], colours[pair[1]])) < AA}
     strength = max(int(percent) for percent in re.findall(r"--strength: (\d+)%", TEXT)) / 100
     for source in ("mtp", "ngram", "prediction", "grammar"):

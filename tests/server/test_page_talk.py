@@ -12,12 +12,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.browsing import NARROW, PHONE, ROOT, WIDE, Open, Running, launched, never_ending, sound, wait_for
+from tests.server.browsing import DESK, NARROW, PHONE, ROOT, TABLET, WIDE, Open, Running, launched, never_ending, sound, wait_for
+from tests.server.talking import act, complete, instead, say, settings
 
 MARKDOWN = """# Reading lines
 
@@ -47,6 +47,7 @@ HOSTILE = """<img src=x onerror="document.title='pwned'"> <script>document.title
 |---|---|
 | [e](JaVaScRiPt:alert(1)) | <iframe src="https://x.example"> |
 """
+NARROW_SCREEN = 860
 TOOL = {
     "type": "function",
     "function": {
@@ -61,61 +62,29 @@ TOOL = {
 }
 
 
-def instead(page: Any, text: str, reasoning: str = "") -> None:
-    """The next answers say this, in the form in which the server sends them."""
-    deltas = [{"role": "assistant"}, *({"reasoning_content": part} for part in re.findall(r"\S+\s*", reasoning))]
-    deltas += [{"content": part} for part in re.findall(r"\s*\S+\s*", text)]
-    step = {"tokens": [5], "texts": ["x"], "proposed": []}
-    chunks: list[Any] = [{"choices": [{"index": 0, "delta": delta, "spec_trace": [step]}]} for delta in deltas]
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, body=body, content_type="text/event-stream"))
-
-
-def say(page: Any, text: str = "read lines", *, answers: int = 1, tokens: int = 24) -> dict[str, Any]:
-    """What was sent, after its answer is complete."""
-    page.fill("#talk-max-tokens", str(tokens))
-    page.fill("#message", text)
-    with page.expect_request("**/v1/chat/completions") as sent:
-        page.locator("#message").press("Enter")
-    complete(page, answers)
-    return sent.value.post_data_json
-
-
-def complete(page: Any, answers: int) -> None:
-    page.wait_for_selector("#turns[aria-busy=false]")
-    page.wait_for_function("(n) => document.querySelectorAll('.turn.assistant .acts').length === n", arg=answers)
-
-
-def act(page: Any, name: str, turn: int) -> None:
-    page.locator(".turn").nth(turn).get_by_role("button", name=name, exact=True).click()
-
-
-def options(page: Any) -> None:
-    if page.get_attribute("#talk-options", "open") is None:
-        page.click("#talk-options summary")
-
-
 def test_a_conversation_with_its_history_and_its_options(demo: Running, opened: Open) -> None:
     page = opened(demo, view="talk")
-    page.fill("#system", "be brief")
-    for field, value in (("temperature", "0"), ("top-p", "0.5"), ("seed", "7")):
-        page.fill(f"#talk-{field}", value)
+    settings(page, system="be brief", temperature=0, top_p=0.5, top_k=4, min_p=0.01, presence_penalty=0.25, frequency_penalty=0.5, seed=7)
     first = say(page)
-    said = {"model": "demo", "stream": True, "temperature": 0, "top_p": 0.5, "seed": 7, "max_tokens": 24}
+    said = {"model": "demo", "stream": True, "temperature": 0, "top_p": 0.5, "top_k": 4, "min_p": 0.01, "seed": 7, "max_tokens": 24}
+    said |= {"presence_penalty": 0.25, "frequency_penalty": 0.5}
     assert said.items() <= first.items()
     begin = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "read lines"}]
     assert first["messages"] == begin
     plain = {**first, "stream": False}
     del plain["stream_options"]
     answer = httpx.post(demo.url + "/v1/chat/completions", json=plain, timeout=60).json()["choices"][0]["message"]["content"]
-    assert re.fullmatch(r"the limit was reached · 24 tokens · [\d.]+ per step.* · first after \d+ ms", page.inner_text(".told"))
+    assert re.fullmatch(
+        r"the limit of max tokens was reached · 24 tokens · [\d,]+ tokens/s · [\d.]+ tokens per step · first token after \d+ ms",
+        page.inner_text(".told"),
+    )
     assert say(page, "and now?", answers=2)["messages"] == [
         *begin,
         {"role": "assistant", "content": answer},
         {"role": "user", "content": "and now?"},
     ]
-    assert page.locator(".turn h2").all_inner_texts() == ["You", "demo", "You", "demo"]
+    assert page.locator(".turn h2").all_text_contents() == ["You", "demo", "You", "demo"]
+    assert re.fullmatch(r"\d+ of 2,048 tokens of context", page.inner_text("#context-note"))
     page.reload()
     page.wait_for_selector(".turn.assistant .acts")
     assert page.locator(".turn").count() == 4 and page.input_value("#system") == "be brief"
@@ -125,7 +94,7 @@ def test_a_conversation_with_its_history_and_its_options(demo: Running, opened: 
 
 def test_retry_and_edit(demo: Running, opened: Open) -> None:
     page = opened(demo, view="talk")
-    page.fill("#talk-temperature", "0")
+    settings(page, temperature=0)
     first = say(page)
     say(page, "second", answers=2)
     with page.expect_request("**/v1/chat/completions") as again:
@@ -150,11 +119,11 @@ def test_retry_and_edit(demo: Running, opened: Open) -> None:
 def test_stopping(demo: Running, opened: Open, how: str) -> None:
     page = opened(demo, view="talk")
     never_ending(page, "/v1/chat/completions")
-    page.fill("#talk-max-tokens", "1900")
+    settings(page, max_tokens=1900)
     page.fill("#message", "read")
     page.click("#talk-send")
     page.wait_for_selector(".turn.assistant .prose :text-matches('..')")
-    assert page.is_disabled("#talk-send")
+    assert page.is_disabled("#talk-send") and page.is_visible("#talk-stop")
     page.click("#talk-stop") if how == "Stop" else page.keyboard.press(how)
     wait_for("^stopped · ", page, ".told")
     assert page.is_enabled("#talk-send") and page.evaluate("document.activeElement.id") == "message"
@@ -165,7 +134,7 @@ def test_markdown_is_drawn(demo: Running, opened: Open) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     instead(page, MARKDOWN, reasoning="I **think** so.")
     say(page)
-    prose = page.locator(".turn.assistant > .prose")
+    prose = page.locator(".turn.assistant .body > .prose")
     for selector, text in (
         ("h3", "Reading lines"),
         ("strong", "with"),
@@ -215,6 +184,8 @@ def test_long_runs_of_signs_are_drawn_at_once(demo: Running, opened: Open) -> No
 
 def test_tools_are_offered_called_and_answered(demo: Running, opened: Open) -> None:
     page = opened(demo, view="talk")
+    page.click("#settings-open")
+    page.click("#tools-details summary")
     page.fill("#tools", "{")
     page.fill("#message", "weather?")
     page.click("#talk-send")
@@ -222,7 +193,7 @@ def test_tools_are_offered_called_and_answered(demo: Running, opened: Open) -> N
     assert page.locator(".turn").count() == 0
     page.fill("#tools", json.dumps([TOOL]))
     page.select_option("#tool-choice", "required")
-    page.fill("#talk-temperature", "0")
+    settings(page, temperature=0)
     assert say(page, "weather?", tokens=64)["tools"] == [TOOL]
     calls = page.get_by_role("region", name="Call of get_weather")
     assert [json.loads(text) for text in calls.locator("pre").all_inner_texts()] == [{"city": "Berlin"}] * calls.count()
@@ -242,9 +213,10 @@ def test_tools_are_offered_called_and_answered(demo: Running, opened: Open) -> N
 
 def test_tokens_in_the_colour_of_their_source(demo: Running, opened: Open) -> None:
     page = opened(demo, view="talk")
-    page.fill("#talk-temperature", "0")
+    settings(page, temperature=0)
     say(page, tokens=48)
     text = page.inner_text(".turn.assistant .prose")
+    page.click("#settings-open")
     act(page, "Tokens", 1)
     assert page.evaluate("document.activeElement.ariaPressed") == "true"
     tokens = page.locator(".turn.assistant .t")
@@ -259,19 +231,19 @@ def test_tokens_in_the_colour_of_their_source(demo: Running, opened: Open) -> No
 
 def test_an_exported_request_is_the_request(demo: Running, opened: Open) -> None:
     page = opened(demo, view="talk")
-    page.fill("#talk-temperature", "0")
+    settings(page, temperature=0, top_k=7, min_p=0.1)
     asked = say(page, 'it\'s "quoted" \\ and\nnew $HOME `x`')
     act(page, "Export", 1)
     command = shlex.split(page.locator("#export-curl pre").text_content())
     assert command[:3] == ["curl", "--no-buffer", demo.url + "/v1/chat/completions"]
-    assert json.loads(command[command.index("-d") + 1]) == asked
+    exported = json.loads(command[command.index("-d") + 1])
+    assert asked == {**exported, "return_spec_trace": True, "stream_options": {"include_usage": True}}
     script = page.locator("#export-python pre").text_content()
     page.keyboard.press("Escape")
     assert page.is_hidden("#export")
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    plain = {**asked, "stream": False}
-    del plain["stream_options"]
-    answer = httpx.post(demo.url + "/v1/chat/completions", json=plain, timeout=60).json()
+    assert "return_spec_trace" not in script and "stream_options" not in script
+    answer = httpx.post(demo.url + "/v1/chat/completions", json={**exported, "stream": False}, timeout=60).json()
     assert run.stdout == answer["choices"][0]["message"]["content"]
 
 
@@ -287,11 +259,11 @@ def test_an_exported_request_does_not_have_the_key(demo: Running, opened: Open) 
 
 def test_a_refused_request_says_why_and_can_be_sent_again(demo: Running, opened: Open) -> None:
     page = opened(demo, view="talk")
-    page.fill("#talk-seed", "10000000000000000000000")
+    settings(page, seed=10000000000000000000000)
     say(page)
     assert "seed" in page.locator(".turn.assistant [role=alert]").inner_text()
-    page.fill("#talk-seed", "1")
-    page.fill("#talk-max-tokens", "4")
+    settings(page, seed=1)
+    settings(page, max_tokens=4)
     act(page, "Retry", 1)
     wait_for("4 tokens", page, ".told")
 
@@ -319,14 +291,11 @@ def test_the_demo_opens_with_a_text_to_continue_and_says_what_it_is(toy: Running
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [WIDE, NARROW, PHONE], ids=["wide", "narrow", "phone"])
+@pytest.mark.parametrize("size", [DESK, WIDE, TABLET, NARROW, PHONE], ids=["desk", "wide", "tablet", "narrow", "phone"])
 def test_it_can_be_read_and_reached(demo: Running, opened: Open, size: dict[str, int], scheme: str) -> None:
     page = opened(demo, size, scheme, view="talk")
-    top = page.evaluate("['message', 'talk-options'].map((id) => document.getElementById(id).getBoundingClientRect().top)")
-    assert size == WIDE or (top[0] < size["height"] < top[1] + size["height"] and top[0] < top[1])
     sound(page)
-    options(page)
-    page.fill("#talk-temperature", "0")
+    settings(page, temperature=0)
     instead(page, MARKDOWN, reasoning="Lines are read one by one.")
     say(page, "How do I read the lines of a file in Python?")
     page.click(".thought summary")
@@ -336,20 +305,50 @@ def test_it_can_be_read_and_reached(demo: Running, opened: Open, size: dict[str,
     say(page, "import os\n\ndef read_lines(path):", answers=2, tokens=64)
     act(page, "Tokens", 3)
     sound(page)
-    if os.environ.get("MTPSERVE_SCREENSHOTS") and size != NARROW:
-        page.screenshot(path=ROOT / "docs" / f"page-talk-{'wide' if size == WIDE else 'phone'}-{scheme}.png", full_page=True)
+    for panel in ("history", "settings"):
+        if page.is_hidden(f"#{panel}"):
+            page.click(f"#{panel}-open")
+        sound(page)
+        if size["width"] <= NARROW_SCREEN or panel == "settings":
+            page.click(f"#{panel}-close")
+    if os.environ.get("MTPSERVE_SCREENSHOTS") and size in (WIDE, PHONE):
+        page.screenshot(path=ROOT / "docs" / f"page-talk-{'wide' if size == WIDE else 'phone'}-{scheme}.png")
+
+
+@pytest.mark.parametrize("size", [DESK, TABLET, PHONE], ids=["desk", "tablet", "phone"])
+def test_the_conversation_fills_the_window_with_the_field_at_its_bottom(demo: Running, opened: Open, size: dict[str, int]) -> None:
+    page = opened(demo, size, view="talk")
+    instead(page, MARKDOWN * 4)
+    for turns in (0, 1, 2):
+        if turns:
+            say(page, answers=turns)
+        form, scroll = page.locator("#talk-form").bounding_box(), page.locator("#scroll").bounding_box()
+        assert size["height"] - 24 < form["y"] + form["height"] < size["height"] and scroll["height"] > size["height"] * 0.6
+        assert page.evaluate("document.documentElement.scrollHeight") == size["height"]
+        assert page.evaluate("$('scroll').scrollHeight - $('scroll').scrollTop - $('scroll').clientHeight") <= 1
+    assert page.is_hidden("#to-end")
+    page.evaluate("$('scroll').scrollTop = 0")
+    page.click("#to-end")
+    assert page.evaluate("$('scroll').scrollHeight - $('scroll').scrollTop - $('scroll').clientHeight") <= 1
 
 
 def test_by_keyboard_alone(demo: Running, opened: Open) -> None:
     page = opened(demo, view="talk")
+    page.click("#settings-open")
     page.locator("#tab-talk").focus()
     reached = []
-    for _ in range(16):
+    for _ in range(34):
         page.keyboard.press("Tab")
-        reached.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
-    assert reached[:5] == ["mode-talk", "message", "talk-send", "talk-copy", "talk-new"]
-    fields = ["system", "talk-temperature", "talk-top-p", "talk-seed", "talk-max-tokens", "tools", "tool-choice", "show-tokens"]
-    assert reached[5:14] == ["SUMMARY", *fields]
+        reached.append(
+            page.evaluate("document.activeElement.id || document.activeElement.textContent.trim() || document.activeElement.tagName")
+        )
+    assert reached[:7] == ["API", "theme", "help-open", "history-close", "talk-new", "history-open", "settings-open"]
+    message = reached.index("message")
+    assert len([name for name in reached[7:message] if name.startswith(("Explain", "Write", "Plan", "Compare"))]) == 4
+    assert reached[message : message + 4] == ["message", "attach", "talk-send", "settings-close"]
+    fields = ["temperature", "top-p", "top-k", "min-p", "presence-penalty", "frequency-penalty", "max-tokens", "seed"]
+    assert reached[message + 4 : message + 15] == ["system", *(f"talk-{name}" for name in fields), "show-tokens", "Tools"]
+    assert reached[message + 15] == "settings-reset"
     tree = page.locator("main").aria_snapshot()
-    for part in ('tabpanel "Talk"', 'radio "Conversation" [checked]', 'region "Conversation"', 'textbox "Message"', 'button "Send"'):
+    for part in ('tabpanel "Talk"', 'complementary "Conversations"', 'region "Conversation"', 'textbox "Message"', 'button "Send"'):
         assert part in tree

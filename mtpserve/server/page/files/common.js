@@ -27,6 +27,7 @@ function view(name) {
     tab.tabIndex = chosen ? 0 : -1;
     $(tab.getAttribute("aria-controls")).hidden = !chosen;
   }
+  document.body.dataset.view = name;
 }
 // A model without a chat template has no conversation: its first view is the text to continue.
 function route() {
@@ -37,6 +38,7 @@ function suit(state) {
   $("tab-talk").hidden = !state.chat;
   $("about").hidden = !state.about;
   say("about-text", state.about);
+  suitSettings(state);
   route();
 }
 for (const tab of ALL_TABS) {

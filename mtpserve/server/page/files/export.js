@@ -21,11 +21,13 @@ function literal(value, indent) {
 }
 
 // What OpenAI's library has no argument for.
-const EXTRA = new Set(["return_spec_trace"]);
+const EXTRA = new Set(["top_k", "min_p"]);
+// What only this page reads: where the tokens came from, and how many there were.
+const PAGES_OWN = ["return_spec_trace", "stream_options"];
 
 function python(asked) {
   const known = Object.entries(asked).filter(([name]) => !EXTRA.has(name)), extra = Object.fromEntries(Object.entries(asked).filter(([name]) => EXTRA.has(name)));
-  const lines = [...known.map(([name, value]) => `    ${name}=${literal(value, "    ")},`), `    extra_body=${literal(extra, "    ")},`];
+  const lines = [...known.map(([name, value]) => `    ${name}=${literal(value, "    ")},`), ...(Object.keys(extra).length ? [`    extra_body=${literal(extra, "    ")},`] : [])];
   return `${key() ? "import os\n\n" : ""}from openai import OpenAI
 
 client = OpenAI(base_url=${JSON.stringify(BASE + "v1")}, api_key=${key() ? 'os.environ["MTPSERVE_API_KEY"]' : '"none"'})
@@ -38,7 +40,8 @@ for chunk in stream:
 `;
 }
 
-function exported(asked) {
+function exported(request) {
+  const asked = Object.fromEntries(Object.entries(request).filter(([name]) => !PAGES_OWN.includes(name)));
   $("export-curl").replaceChildren(codeBlock(curl("v1/chat/completions", asked), "shell"));
   $("export-python").replaceChildren(codeBlock(python(asked), "python"));
   $("export").showModal();

@@ -56,9 +56,37 @@ function copyButton(text, name = "Copy") {
   return button;
 }
 
-function codeBlock(text, language) {
-  const made = make("figure", undefined, "code"), head = make("figcaption", language || "text"), pre = make("pre");
-  pre.append(make("code", text));
+// The library's words for parts of a program become classes; it writes into nodes here, and no markup.
+const COLOURED = 40_000;                                 // characters; longer code stays plain, or typing would wait
+class Coloured {
+  constructor() { this.root = document.createDocumentFragment(); this.open = [this.root]; }
+  addText(text) { if (text) this.open.at(-1).append(text); }
+  startScope(name) {
+    const node = make("span", undefined, "h-" + String(name).split(".")[0]);
+    this.open.at(-1).append(node);
+    this.open.push(node);
+  }
+  endScope() { this.open.pop(); }
+  openNode(name) { this.startScope(name); }
+  closeNode() { this.endScope(); }
+  __addSublanguage(inner) { this.open.at(-1).append(inner.root); }
+  finalize() { this.open = [this.root]; }
+  toHTML() { return ""; }
+}
+hljs.configure({ __emitter: Coloured });
+hljs.registerAliases(["ts", "tsx", "typescript"], { languageName: "javascript" });
+hljs.registerAliases(["c", "h"], { languageName: "cpp" });
+hljs.registerAliases(["shell", "console"], { languageName: "bash" });
+function coloured(text, language) {
+  if (!language || text.length > COLOURED || !hljs.getLanguage(language)) return text;
+  return hljs.highlight(text, { language, ignoreIllegals: true })._emitter.root;
+}
+
+// Code that still grows is not coloured yet.
+function codeBlock(text, language, grows = false) {
+  const made = make("figure", undefined, "code"), head = make("figcaption", language || "text"), pre = make("pre"), code = make("code");
+  code.append(grows ? text : coloured(text, language.toLowerCase()));
+  pre.append(code);
   pre.tabIndex = 0;
   pre.setAttribute("role", "region");
   pre.setAttribute("aria-label", `Code, ${language || "text"}`);
@@ -116,7 +144,7 @@ function block(lines, at, depth) {
   if (fence) {
     let end = at + 1;
     while (end < lines.length && !(lines[end].trim().startsWith(fence[1]) && /^ {0,3}[`~]+ *$/.test(lines[end]))) end += 1;
-    return [codeBlock(lines.slice(at + 1, end).join("\n"), fence[2].trim().split(" ")[0]), end + 1];
+    return [codeBlock(lines.slice(at + 1, end).join("\n"), fence[2].trim().split(" ")[0], growing && end >= lines.length), end + 1];
   }
   if (heading) {
     const made = make("h" + Math.min(6, heading[1].length + 2));  // the page's own headings are above
@@ -147,15 +175,34 @@ function block(lines, at, depth) {
   return [made, end];
 }
 
-function blocks(lines, depth = 0) {
-  const made = [];
-  for (let at = 0; at < lines.length;) {
+function blocks(lines, depth = 0) { return parsed(lines, 0, depth).map(([node]) => node); }
+
+// Nodes, each with the line that it begins at.
+function parsed(lines, from, depth) {
+  const found = [];
+  for (let at = from; at < lines.length;) {
     if (lines[at].trim() === "") { at += 1; continue; }
     const [node, next] = block(lines, at, depth);
-    made.push(node);
+    found.push([node, at]);
     at = next;
   }
-  return made;
+  return found;
 }
 
-const markdown = (text) => blocks(text.replaceAll("\r\n", "\n").replaceAll("\t", "    ").split("\n"));
+const linesOf = (text) => text.replaceAll("\r\n", "\n").replaceAll("\t", "    ").split("\n");
+const markdown = (text) => blocks(linesOf(text));
+
+// Draws a text that may have grown since. Only its last two blocks can differ then: a line that was not complete may belong to the one before it.
+const DRAWN_TEXTS = new WeakMap();                       // box → its text, and its blocks with the lines that they begin at
+let growing = false;
+function drawMarkdown(box, text, grows) {
+  const before = DRAWN_TEXTS.get(box);
+  if (before?.text === text && before.grows === grows) return;
+  const same = before && text.startsWith(before.text) ? before.blocks.slice(0, -2) : [];
+  growing = grows;
+  const more = parsed(linesOf(text), same.length ? before.blocks[same.length][1] : 0, 0);
+  growing = false;
+  while (box.childNodes.length > same.length) box.lastChild.remove();
+  box.append(...more.map(([node]) => node));
+  DRAWN_TEXTS.set(box, { text, grows, blocks: [...same, ...more] });
+}
