@@ -175,4 +175,4 @@ def test_another_model_without_a_chat_template_says_so(http: httpx.AsyncClient, 
     service.engine_config = EngineConfig(model=ModelConfig(model="/models/other"))
     body = get(http, "/stats").json()
     assert body["about"] == "This checkpoint has no chat template. It continues text and cannot hold a conversation."
-    assert body["default_sampling"] == {"temperature": 0.6, "top_p": 1.0, "top_k": 20, "min_p": 0.0}
+    assert body["default_sampling"] == {"temperature": 0.6, "top_p": 1.0, "top_k": 20, "min_p": 0.0, "source": "checkpoint"}

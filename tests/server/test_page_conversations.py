@@ -65,6 +65,30 @@ def test_conversations_are_kept_listed_renamed_and_deleted(demo: Running, opened
     assert titles(page) == ["my name"] == [one["title"] for one in stored(page)]
 
 
+def test_all_can_be_deleted_and_an_answer_that_still_comes_brings_none_back(demo: Running, opened: Open) -> None:
+    page = opened(demo, view="talk")
+    instead(page, "An answer.")
+    for text in ("one", "two"):
+        say(page, text)
+        page.click("#talk-new")
+    page.unroute("**/v1/chat/completions")
+    never_ending(page, "/v1/chat/completions")
+    page.fill("#message", "three")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".turn.assistant .prose :text-matches('..')")
+    assert titles(page) == ["three", "two", "one"]
+    page.click("#history-clear")
+    wait_for("^3 conversations were deleted", page, "#undo-text")
+    page.wait_for_selector("#turns[aria-busy=false]", state="attached")
+    assert titles(page) == stored(page) == [] and page.is_hidden("#history-clear")
+    page.click("#undo")
+    assert titles(page) == ["three", "two", "one"]
+    page.wait_for_selector("#talk-new:focus")
+    page.reload()
+    page.wait_for_selector("#history-list .entry")
+    assert titles(page) == ["three", "two", "one"]
+
+
 def test_conversations_can_be_searched(demo: Running, opened: Open) -> None:
     page = opened(demo, view="talk")
     for number in range(6):
@@ -122,7 +146,7 @@ def test_settings_survive_a_new_tab_and_can_be_reset(demo: Running, opened: Open
 
 def test_an_empty_field_shows_the_value_that_applies(demo: Running, opened: Open) -> None:
     page = opened(demo, view="talk")
-    values = {"temperature": 0.35, "top_p": 0.8, "top_k": 20, "min_p": 0.05}
+    values = {"temperature": 0.35, "top_p": 0.8, "top_k": 20, "min_p": 0.05, "source": "checkpoint"}
 
     def altered(route: Any) -> None:
         route.fulfill(json={**route.fetch().json(), "default_sampling": values})
@@ -135,6 +159,31 @@ def test_an_empty_field_shows_the_value_that_applies(demo: Running, opened: Open
     assert page.get_attribute("#talk-max-tokens", "placeholder") == "2,048: the context"
     settings(page, temperature=0)
     assert page.inner_text("#sampling-note") == "temperature 0: always the likeliest token"
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "sent"),
+    [
+        ("checkpoint", "the checkpoint's", {"temperature": 0.5}),
+        ("mtpserve", "mtpserve's for chats", {"temperature": 0.5, "top_p": 0.95, "top_k": 0, "min_p": 0.05}),
+    ],
+)
+def test_what_is_in_grey_applies_beside_a_value_that_was_typed(
+    demo: Running, opened: Open, source: str, said: str, sent: dict[str, float]
+) -> None:
+    """Values that are only for chats that name none are sent with one that is named: the server would leave them out."""
+    page = opened(demo, view="talk")
+    values = {"temperature": 0.7, "top_p": 0.95, "top_k": 0, "min_p": 0.05, "source": source}
+    page.route("**/stats", lambda route: route.fulfill(json={**route.fetch().json(), "default_sampling": values}))
+    page.reload()
+    page.wait_for_selector("#status.ready")
+    instead(page, "Yes.")
+    assert not say(page).keys() & values.keys()
+    settings(page, temperature=0.5)
+    body = say(page, answers=2)
+    assert {name: body[name] for name in values if name in body} == sent
+    page.click("#settings-open")
+    assert page.inner_text("#law-note") == f"An empty field uses the value in grey: {said}. This browser keeps the settings."
 
 
 def test_a_wrong_value_is_not_sent_and_is_shown(demo: Running, opened: Open) -> None:

@@ -274,6 +274,20 @@ def toy(chromium: str) -> Iterator[Running]:
     yield from launched("--no-speculative-adaptive")
 
 
+def test_before_the_server_says_what_the_model_is_no_view_is_shown(demo: Running, opened: Open) -> None:
+    page = opened(demo, view="")
+    assert page.is_visible("#message") and page.evaluate("document.activeElement.id") == "message"
+    loading = '{"error": {"message": "the model is loading", "type": "server_error", "param": null, "code": "overloaded"}}'
+    page.route("**/stats", lambda route: route.fulfill(status=503, body=loading, content_type="application/json"))
+    page.reload()
+    wait_for("^the model is loading$", page, "#status.loading")
+    assert page.is_visible("#wait-note") and page.locator("[role=tabpanel]:visible").count() == 0
+    sound(page)
+    page.unroute("**/stats")
+    page.wait_for_selector("#message")
+    assert page.is_hidden("#wait-note")
+
+
 @pytest.mark.parametrize("view", ["", "talk"])
 def test_the_demo_opens_with_a_text_to_continue_and_says_what_it_is(toy: Running, opened: Open, view: str) -> None:
     page = opened(toy, view=view)

@@ -52,7 +52,7 @@ class Stats(Rendered):
     context_length: int
     chat: bool  # it has a chat template
     about: str  # what a model without one is, in a sentence for people
-    default_sampling: dict[str, float]  # of a chat that names no value
+    default_sampling: dict[str, float | str]  # of a chat that names no value, and `source`: who says so
     page_size: int
     stats: EngineStats
     tiers: dict[str, Tier]  # the prefix cache's tiers below the device
@@ -119,11 +119,18 @@ def about(service: Service) -> str:
     return TOY if service.engine_config.model.directory == BUNDLED else NO_TEMPLATE
 
 
-def default_sampling(service: Service) -> dict[str, float]:
+def default_sampling(service: Service) -> dict[str, float | str]:
     """The values that apply to a chat request that names none, by the names of its fields."""
     raw = SamplingParams()
-    law = {"temperature": raw.temperature, "top_p": raw.top_p, "top_k": raw.top_k, "min_p": raw.min_p}
-    return law | service.tokenizer.defaults
+    law: dict[str, float | str] = {
+        "temperature": raw.temperature,
+        "top_p": raw.top_p,
+        "top_k": raw.top_k,
+        "min_p": raw.min_p,
+    }
+    return (
+        law | service.tokenizer.defaults | {"source": "checkpoint" if service.tokenizer.defaults else "raw"}
+    )
 
 
 def warnings(card: ModelCard) -> list[str]:

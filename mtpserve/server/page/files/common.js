@@ -24,14 +24,16 @@ function view(name) {
   for (const tab of ALL_TABS) {
     const chosen = tab.id === "tab-" + name;
     tab.setAttribute("aria-selected", chosen);
-    tab.tabIndex = chosen ? 0 : -1;
+    tab.tabIndex = chosen || (!name && tab === tabs()[0]) ? 0 : -1;
     $(tab.getAttribute("aria-controls")).hidden = !chosen;
   }
   document.body.dataset.view = name;
+  $("wait-note").hidden = name !== "";
 }
-// A model without a chat template has no conversation: its first view is the text to continue.
+// A model without a chat template has no conversation: its first view is the text to continue. Which it is, only the server knows.
 function route() {
   const name = location.hash.slice(1);
+  if (!served && (name === "" || name === "talk")) return view("");
   view(tabs().some((tab) => tab.id === "tab-" + name) ? name : tabs()[0].id.replace("tab-", ""));
 }
 function suit(state) {
@@ -40,6 +42,7 @@ function suit(state) {
   say("about-text", state.about);
   suitSettings(state);
   route();
+  if (document.activeElement === document.body && !isNarrow()) $("message").focus();
 }
 for (const tab of ALL_TABS) {
   tab.addEventListener("click", () => { location.hash = tab.id.replace("tab-", ""); });

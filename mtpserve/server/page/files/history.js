@@ -34,7 +34,7 @@ function titleOf(turns) {
 
 // Traces are left out: they are larger than all of the text.
 async function keep(one = talk) {
-  if (!one.turns.length) return;
+  if (!one.turns.length || DELETED.has(one.id)) return;
   if (!one.named) one.title = titleOf(one.turns);
   one.changed = Date.now();
   if (one === talk) mark();
@@ -53,22 +53,27 @@ async function change(one, what) {
   others.postMessage("changed");
 }
 
-async function remove(one) {
-  const at = conversations.indexOf(one);
-  conversations = conversations.filter((each) => each !== one);
-  if (one.id === talk.id) begin(fresh());
+// An answer that still comes to a conversation that is deleted does not bring it back.
+const DELETED = new Set();
+async function remove(gone, text) {
+  const before = conversations, at = conversations.indexOf(gone[0]);
+  for (const one of gone) DELETED.add(one.id);
+  conversations = conversations.filter((each) => !gone.includes(each));
+  if (DELETED.has(talk.id)) begin(fresh());
   drawHistory();
-  say("undo-text", `“${one.title}” was deleted.`);
+  say("undo-text", text);
   $("history-undo").hidden = false;
   $("undo").onclick = async () => {
     $("history-undo").hidden = true;
-    conversations.splice(at, 0, one);
+    for (const one of gone) DELETED.delete(one.id);
+    conversations = [...conversations.filter((each) => !before.some((one) => one.id === each.id)), ...before.filter((each) => !DELETED.has(each.id))];
     drawHistory();
-    await within("readwrite", (store) => store.put(one));
+    $("talk-new").focus();
+    for (const one of gone) await within("readwrite", (store) => store.put(one));
     others.postMessage("changed");
   };
   (document.querySelectorAll("#history-list .entry")[at] || $("talk-new")).focus();
-  await within("readwrite", (store) => store.delete(one.id));
+  for (const one of gone) await within("readwrite", (store) => store.delete(one.id));
   others.postMessage("changed");
 }
 
@@ -130,7 +135,7 @@ function entry(one) {
   button.title = one.title;
   if (one.id === talk.id) button.setAttribute("aria-current", "true");
   button.addEventListener("click", () => { begin(structuredClone(one)); if (isNarrow()) openPanel("history", false); $("message").focus(); });
-  item.append(button, iconButton("rename", `Rename ${one.title}`, () => renaming(one, item)), iconButton("remove", `Delete ${one.title}`, () => remove(one)));
+  item.append(button, iconButton("rename", `Rename ${one.title}`, () => renaming(one, item)), iconButton("remove", `Delete ${one.title}`, () => remove([one], `“${one.title}” was deleted.`)));
   return item;
 }
 
@@ -144,10 +149,12 @@ function drawHistory() {
   $("history-list").replaceChildren(...parts.flatMap(({ title, items }) => { const list = make("ul"); list.setAttribute("aria-label", title); list.append(...items); return [make("h3", title), list]; }));
   if (wanted && !shown.length) $("history-list").replaceChildren(make("p", "Nothing is found.", "note"));
   $("search-row").hidden = conversations.length < SEARCH_FROM && !wanted;
+  $("history-clear").hidden = conversations.length < 2;
   say("talk-title", talk.title || "New conversation");
 }
 
 $("history-search").addEventListener("input", drawHistory);
 $("talk-new").prepend(icon("plus"));
 $("talk-new").addEventListener("click", () => { begin(fresh()); if (isNarrow()) openPanel("history", false); $("message").focus(); });
+$("history-clear").addEventListener("click", () => remove(conversations, `${conversations.length} conversations were deleted.`));
 others.addEventListener("message", loadConversations);
