@@ -32,6 +32,12 @@ TIMEOUT_SCRIPT = "const later = window.setTimeout; window.setTimeout = (work, af
 TOO_WIDE = """() => [...document.querySelectorAll('main *')].filter((each) => each.clientWidth && each.scrollWidth > each.clientWidth + 1
   && getComputedStyle(each).overflowX === 'visible').map((each) => each.id || each.className || each.tagName)"""
 
+# A narrow screen shows the heads of Watch's sections: opens them, and shows all charts.
+UNFOLD = """() => {
+  for (const each of document.querySelectorAll('.fold')) each.open = true;
+  if (getComputedStyle(document.getElementById('charts-all')).display !== 'none') document.getElementById('charts-all').click();
+}"""
+
 # Controls that are seen and smaller than 24 px; a label counts with its field, and links in a sentence are exempt (WCAG 2.5.8).
 TOO_SMALL = """() => [...document.querySelectorAll('button, input, select, textarea, summary, [role=tab]')].filter((each) => {
   const box = (each.closest('label') || each).getBoundingClientRect();

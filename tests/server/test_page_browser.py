@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.browsing import NARROW, TOO_WIDE, WIDE, Open, Running, launched, wait_for
+from tests.server.browsing import NARROW, TOO_WIDE, UNFOLD, WIDE, Open, Running, launched, wait_for
 
 PROMPT = "import os\n\ndef read_lines(path):"
 
@@ -87,7 +87,8 @@ def test_numbers_are_the_servers(server: Running, opened: Open) -> None:
     assert 1 < float(page.inner_text("#length")) <= 9
     assert float(page.inner_text("#rate")) > 0
     assert page.inner_text("#waiting") == "0"
-    assert re.fullmatch(r"0 of 1,024, 16 tokens each · \d+ free ones cached", page.inner_text("#pages-note"))
+    assert re.fullmatch(r"0 of 1,024 pages of 16 tokens", page.inner_text("#pages-note"))
+    assert re.search(r" · [1-9]\d* free pages can be reused$", page.inner_text("#cache-note"))
     rows = page.locator("#positions tbody tr").all_inner_texts()
     both = zip(stats["accepted_tokens_per_position"], stats["draft_tokens_per_position"], strict=True)
     shares = [round(100 * accepted / drafts) for accepted, drafts in both if drafts]
@@ -101,10 +102,11 @@ def test_the_depth_and_what_it_follows_from(choosing: Running, opened: Open, wid
     page = opened(choosing, {"width": width, "height": 800})
     generate(page)
     page.click("#tab-watch")
+    page.evaluate(UNFOLD)
     known = httpx.post(choosing.url + "/v1/spec", json={"num_steps": 2}).json()
-    wait_for("^of at most 2$", page, "#depth-most")
+    wait_for("^tokens ahead now, at most 2$", page, "#depth-most")
     assert re.fullmatch("[012]", page.inner_text("#depth"))
-    wait_for(r"^[\d,]+ changes · [\d,]+ trials · [\d,]+ tokens/s expected$", page, "#depth-note")
+    wait_for(r"^[\d,]+ changes? · [\d,]+ test steps? · [\d,]+ tokens/s expected$", page, "#depth-note")
     shares = [row.split()[-2] for row in page.locator("#learned tbody tr").all_inner_texts()]
     assert shares == [f"{100 * rate:.0f}" for rate in known["acceptance"]]
     assert page.is_hidden("#costs")
@@ -251,7 +253,7 @@ def test_rejected_drafts_stand_beside_the_text(server: Running, opened: Open) ->
 def test_a_lossy_server_says_so_and_a_dead_one_too(mortal: Running, opened: Open) -> None:
     page = opened(mortal, NARROW, view="watch")
     assert page.locator("#warnings .banner").all_inner_texts()[0].startswith("LOSSY")
-    assert page.inner_text("#positions-empty").startswith("Nothing was verified yet")
+    assert page.inner_text("#positions-empty").startswith("No drafts yet")
     assert page.is_hidden("#positions")
     page.goto(mortal.url + "/#text")
     page.fill("#max-tokens", "1500")

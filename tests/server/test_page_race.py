@@ -135,7 +135,7 @@ def test_prompts_suit_the_model(demo: Running, opened: Open, model: str, chat: b
     ("algorithm", "steps", "facts", "legend"),
     [
         ("NGRAM", 2, r"drafts up to 2 tokens ahead \(n-grams\), in \d+ % of the steps$", ["n-gram, depth 1", "n-gram, depth 2"]),
-        ("MTP+NGRAM", 1, r"drafts up to 1 token ahead \(MTP layer, n-grams\), in \d+ % of the steps$", ["MTP layer, depth 1"]),
+        ("MTP+NGRAM", 1, r"drafts up to 1 token ahead \(MTP layer\) and 8 \(n-grams\), in \d+ % of the steps$", ["MTP layer, depth 1"]),
         (None, 0, "no drafts: plain decoding$", []),
     ],
 )

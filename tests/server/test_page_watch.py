@@ -16,10 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.browsing import ROOT, TOO_WIDE, Open, Running, launched, wait_for
+from tests.server.browsing import ROOT, TOO_WIDE, UNFOLD, Open, Running, launched, wait_for
 
 PROMPT = "import os\n\ndef read_lines(path):"
 TREE = ["--no-speculative-adaptive", "--speculative-num-steps", "3", "--speculative-eagle-topk", "3", "--speculative-num-draft-tokens", "8"]
+CLOCK = r"\d\d:\d\d(:\d\d)?"
 KEYS = ["--api-key", "user", "--admin-api-key", "admin"]
 
 
@@ -79,11 +80,11 @@ def test_charts_have_scale_time_peak_and_words(trees: Running, opened: Open) -> 
     assert page.locator("#charts figure").count() == 6
     for figure in page.locator("#charts figure").all():
         title, words = figure.locator("h2").inner_text(), figure.locator("svg").get_attribute("aria-label")
-        assert words.startswith(f"{title}, the last ten minutes: ") and re.search("peak|nothing yet", words)
+        assert re.match(rf"{title}, the last (\d+ seconds|\d+ minutes?|ten minutes): ", words) and re.search("peak|nothing yet", words)
         assert figure.locator("svg").get_attribute("role") == "img"
         labels = figure.locator("svg text").all_text_contents()
-        assert len([text for text in labels if re.fullmatch(r"\d\d:\d\d", text)]) >= 3
-        assert len([text for text in labels if not re.fullmatch(r"\d\d:\d\d", text)]) >= 2
+        assert len([text for text in labels if re.fullmatch(CLOCK, text)]) >= 2
+        assert len([text for text in labels if not re.fullmatch(CLOCK, text)]) >= 2
     kept = httpx.get(trees.url + "/stats/history").json()
     assert max(kept["tokens_per_second"]) > 0 and max(filter(None, kept["accept_length"])) > 1
     assert page.locator("#chart-rate polyline, #chart-rate .dot").count() > 0 and page.locator("#chart-rate .peak").count() == 1
@@ -131,14 +132,14 @@ def test_shares_name_what_they_are_shares_of(trees: Running, opened: Open) -> No
     for place, row in enumerate(rows):
         assert (row[0], row[3]) == (str(place + 1), f"{accepted[place]:,} of {drafts[place]:,}")
         assert not drafts[place] or abs(float(row[4].removesuffix(" %")) - 100 * accepted[place] / drafts[place]) <= 0.51
-    assert page.inner_text("#positions-note").startswith(f"{stats['drafts_total']:,} verifications")
+    assert page.inner_text("#positions-note").startswith(f"{stats['drafts_total']:,} steps with drafts")
     sources = {name: count for name, count in stats["draft_tokens_by_source"].items() if count}
     assert [row[1] for row in table(page, "sources")] == [f"{count:,}" for count in sources.values()]
-    assert page.inner_text("#cache-unit") == f"of {stats['prompt_tokens_total']:,} prompt tokens were found"
+    assert page.inner_text("#cache-unit") == f"of {stats['prompt_tokens_total']:,} prompt tokens found"
     found = {row[0]: row[2] for row in table(page, "cache")}
     cached = stats["cached_prompt_tokens_total"]
-    assert found == {"Device": f"{cached:,}", "Computed": f"{stats['prompt_tokens_total'] - cached:,}"}
-    assert [row[0] for row in table(page, "engines")] == ["0, up"] and page.inner_text("#engines-note") == "none was lost"
+    assert found == {"Device memory": f"{cached:,}", "Not found": f"{stats['prompt_tokens_total'] - cached:,}"}
+    assert [row[0] for row in table(page, "engines")] == ["0, up"] and page.inner_text("#engines-note") == "No engine has failed."
 
 
 def test_tiers_and_lost_engines(trees: Running, opened: Open) -> None:
@@ -158,17 +159,25 @@ def test_tiers_and_lost_engines(trees: Running, opened: Open) -> None:
         )
 
     page.route("**/stats", changed)
-    wait_for("engine 1 was lost: killed by SIGKILL", page, "#engines-note")
+    wait_for("Engine 1 failed: killed by SIGKILL", page, "#engines-note")
     assert [(row[0], row[-1]) for row in table(page, "engines")] == [("0, up", "0"), ("1, starting", "2")]
     shares = [(row[0], *row[2:]) for row in table(page, "cache")]
-    assert shares == [("Device", "360", "18 %"), ("Host memory", "480", "24 %"), ("Disk", "160", "8 %"), ("Computed", "1,000", "50 %")]
+    assert shares == [
+        ("Device memory", "360", "18 %"),
+        ("Host memory", "480", "24 %"),
+        ("Disk", "160", "8 %"),
+        ("Not found", "1,000", "50 %"),
+    ]
 
 
 @pytest.mark.parametrize("width", [320, pytest.param(1280, marks=pytest.mark.thorough)])
 def test_trees_are_drawn_as_trees(trees: Running, opened: Open, width: int) -> None:
     page = opened(trees, {"width": width, "height": 800}, view="watch")
     answer = ask(trees, max_tokens=32, return_spec_trace=True)["choices"][0]["spec_trace"]
+    page.evaluate(UNFOLD)
     page.locator("#trees-prompt").press("Tab")
+    assert page.evaluate("document.activeElement.id") == "trees-kind"
+    page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "trees-send"
     page.keyboard.press("Enter")
     page.wait_for_selector("#trees svg", timeout=60_000)
@@ -211,8 +220,8 @@ def test_live_requests_are_ended_with_the_admins_key(guarded: Running, opened: O
     item = page.locator("#live li")
     page.wait_for_selector("#live li")
     assert item.locator(".id").inner_text() == "a-long-one"
-    wait_for("^running · /v1/completions · since", page, "#live .state")
-    wait_for(r"prompt tokens.* · [\d,]+ written · [\d.]+ tokens per verification, \d+ % of [\d,]+ drafts accepted$", page, "#live .note")
+    wait_for("^running · /v1/completions · for ", page, "#live .state")
+    wait_for(r"prompt tokens.* · [\d,]+ written · [\d.]+ tokens per step, \d+ % of [\d,]+ drafts accepted$", page, "#live .note")
     assert PROMPT.split("\n")[0] not in page.inner_text("#view-watch section[aria-labelledby=live-title]")
     button = page.get_by_role("button", name="Abort request a-long-one")
     button.focus()
@@ -257,6 +266,7 @@ def test_the_policys_choices(guarded: Running, opened: Open) -> None:
 @pytest.mark.parametrize(("name", "width"), [("wide", 1280), ("narrow", 320)])
 def test_nothing_is_cut_off(trees: Running, opened: Open, name: str, width: int, scheme: str) -> None:
     page = opened(trees, {"width": width, "height": 800}, scheme, view="watch")
+    page.evaluate(UNFOLD)
     page.click("#trees-send")
     page.wait_for_selector("#trees svg", timeout=60_000)
     wait_for("peak", page, "#chart-rate .note")
@@ -272,7 +282,83 @@ def test_nothing_is_cut_off(trees: Running, opened: Open, name: str, width: int,
         page.evaluate(f"[...document.querySelectorAll('#view-watch :is(button, select, summary)')].filter({small}).map((e) => e.id)") == []
     )
     if os.environ.get("MTPSERVE_SCREENSHOTS"):
-        wait_for("tokens per verification", page, "#live .note")
+        wait_for("tokens per step", page, "#live .note")
         page.screenshot(path=ROOT / "docs" / f"page-watch-{name}-{scheme}.png", full_page=True)
     httpx.post(trees.url + "/abort_request", json={"abort_all": True})
     background.join()
+
+
+# Of the panels beside each other: how far the columns' ends are apart, and the most that a panel is higher than what it contains.
+ENDS = """() => {
+  const panels = [...document.querySelectorAll('#side > :not([hidden])')].map((each) => each.getBoundingClientRect()), ends = new Map();
+  for (const { left, bottom } of panels) ends.set(left, Math.max(ends.get(left) ?? 0, bottom));
+  const spare = [...document.querySelectorAll('#side > :not([hidden])')].map((each) => each.getBoundingClientRect().height - natural(each));
+  const above = panels.some((one) => panels.some((other) =>
+    one !== other && one.left === other.left && one.top < other.bottom - 0.5 && other.top < one.bottom - 0.5));
+  return { columns: ends.size, apart: Math.max(...ends.values()) - Math.min(...ends.values()), spare: Math.max(...spare), above };
+}"""
+
+
+@pytest.mark.parametrize(("width", "columns"), [(1440, 3), (768, 2), (390, 1)])
+def test_panels_fill_their_columns(trees: Running, opened: Open, width: int, columns: int) -> None:
+    """No holes, no panel over another one, and little room below what a panel contains; also after one was folded."""
+    page = opened(trees, {"width": width, "height": 900}, view="watch")
+    page.wait_for_selector("#positions tbody tr", state="attached")
+    until(page, "timeline !== null")
+    for fold in (False, True):
+        if fold and width > 480:
+            page.locator("#side summary").first.click()
+        page.wait_for_timeout(100)
+        found = page.evaluate(ENDS)
+        assert found["columns"] == columns and found["apart"] < 1.5 and not found["above"]
+        assert found["spare"] < 110, found
+    heights = page.locator(".tiles .tile").evaluate_all(
+        "(all) => all.map((each) => each.getBoundingClientRect().bottom - each.lastElementChild.getBoundingClientRect().bottom)"
+    )
+    if width > 480:
+        assert max(heights) < 16, heights
+        charts = page.locator("#charts figure").evaluate_all("(all) => all.map((each) => each.getBoundingClientRect().right)")
+        assert len(charts) % len(set(charts)) == 0  # no place of the last row is empty
+
+
+def test_a_phone_shows_heads_and_two_charts(trees: Running, opened: Open) -> None:
+    page = opened(trees, {"width": 390, "height": 844}, view="watch")
+    wait_for("peak", page, "#chart-rate .note")
+    assert page.locator(".fold[open] h2").all_inner_texts() == ["Accepted drafts by position"]
+    assert page.locator("#charts figure:visible h2").all_inner_texts() == ["Tokens per second", "Acceptance length"]
+    assert page.evaluate("document.documentElement.scrollHeight") < 2000
+    page.click("#charts-all")
+    assert page.locator("#charts figure:visible").count() == 6 and page.get_attribute("#charts-all", "aria-expanded") == "true"
+    page.get_by_text("Engines", exact=True).click()
+    assert page.is_visible("#engines")
+
+
+def test_a_young_servers_charts_use_their_width(trees: Running, opened: Open) -> None:
+    """As a server of 90 seconds would tell; and one whose history is full."""
+    page = opened(trees, view="watch")
+    wait_for("peak", page, "#chart-rate .note")
+
+    def left(age: float, samples: int) -> float:
+        page.evaluate(
+            """([age, samples]) => {
+                 const filled = (name) => Array.from({ length: samples }, (_, i) => name === "at" ? age - 2 * (samples - i) : 1);
+                 const history = Object.fromEntries(Object.entries(timeline).map(([name, column]) =>
+                   [name, Array.isArray(column) ? filled(name) : column]));
+                 timeline = { ...history, now: age };
+                 drawCharts(served);
+               }""",
+            [age, samples],
+        )
+        line = page.get_attribute("#chart-rate polyline", "points").split()
+        axis = page.locator("#chart-rate .grid").first
+        start, end = float(axis.get_attribute("x1")), float(axis.get_attribute("x2"))
+        return (float(line[0].split(",")[0]) - start) / (end - start)
+
+    page.route("**/stats*", lambda route: route.abort())  # nothing else comes
+    page.route("**/stats/history*", lambda route: route.abort())
+    assert left(90, 44) < 0.05
+    assert page.get_attribute("#chart-rate svg", "aria-label").startswith("Tokens per second, the last 88 seconds: ")
+    assert left(3600, 299) < 0.05
+    assert page.get_attribute("#chart-rate svg", "aria-label").startswith("Tokens per second, the last 10 minutes: ")
+    assert left(3600, 301) < 0.01
+    assert page.get_attribute("#chart-rate svg", "aria-label").startswith("Tokens per second, the last ten minutes: ")

@@ -3,21 +3,21 @@
 
 let timeline = null;  // the server's history: columns, the oldest sample first; times are seconds since the server began
 let heard = 0;        // when it was read last, in performance.now()'s milliseconds
-const HIGH = 128, EDGE = { left: 40, right: 10, top: 10, bottom: 20 }, KINDS = ["", " second"];
+const HIGH = 128, YOUNG_S = 20, EDGE = { left: 40, right: 10, top: 10, bottom: 20 }, KINDS = ["", " second"];
 const mean = (list) => list.length ? sum(list) / list.length : null;
 const known = (list) => list.filter((value) => value !== null);
 const inPercent = (value) => `${(100 * value).toFixed(0)} %`;
 const fine = (value) => value.toFixed(2);
 const count = (value) => value < 10 && value % 1 ? value.toFixed(1) : whole(value);
 
-// `of`: the columns of each line; `top`: of the scale, where the values do not say it; `told`: what a minute of the first line is in the table.
+// `first`: on a telephone, too; `lines`: their columns; `top`: of the scale, where the values do not say it; `told`: what a minute of the first line is in the table.
 const CHARTS = [
-  { id: "rate", title: "Tokens per second", lines: { "": (h) => h.tokens_per_second }, text: count, told: mean },
+  { id: "rate", title: "Tokens per second", first: true, lines: { "": (h) => h.tokens_per_second }, text: count, told: mean },
   { id: "requests", title: "Requests", lines: { running: (h) => h.running, waiting: (h) => h.waiting }, text: count, told: (list) => Math.max(...list) },
-  { id: "pages", title: "KV pages in use", lines: { "": (h) => h.pages_used.map((used, i) => used / Math.max(1, h.pages_total[i])) }, text: inPercent, top: () => 1, told: mean },
-  { id: "length", title: "Acceptance length", lines: { "": (h) => h.accept_length }, text: fine, low: 1, top: (state) => state.speculative_steps + 1, drafts: true, told: mean },
-  { id: "depth", title: "Depth of the drafts, mean", lines: { "": (h) => h.depth }, text: fine, top: (state) => Math.max(1, state.speculative_steps), drafts: true, told: mean },
-  { id: "cached", title: "Prompt tokens from the cache", lines: { "": (h) => h.cached_share }, text: inPercent, top: () => 1, told: mean },
+  { id: "pages", title: "KV cache in use", lines: { "": (h) => h.pages_used.map((used, i) => used / Math.max(1, h.pages_total[i])) }, text: inPercent, top: () => 1, told: mean },
+  { id: "length", title: "Acceptance length", first: true, lines: { "": (h) => h.accept_length }, text: fine, low: 1, top: (state) => state.speculative_steps + 1, drafts: true, told: mean },
+  { id: "depth", title: "Draft length, mean", lines: { "": (h) => h.depth }, text: fine, top: (state) => Math.max(1, state.speculative_steps), drafts: true, told: mean },
+  { id: "cached", title: "Prompt tokens cached", lines: { "": (h) => h.cached_share }, text: inPercent, top: () => 1, told: mean },
 ];
 
 async function remember() {
@@ -33,17 +33,22 @@ async function remember() {
 }
 
 const clock = (at) => new Date(Date.now() - 1000 * (timeline.now + (performance.now() - heard) / 1000 - at));
+// What is drawn: ten minutes, or as much of them as a young server has.
+const span = () => Math.min(timeline.kept_s, Math.max(YOUNG_S, timeline.now - (timeline.at[0] ?? timeline.now)));
+const lately = () => span() >= timeline.kept_s ? "ten minutes" : span() < 120 ? plural(Math.round(span()), "second") : plural(Math.round(span() / 60), "minute");
 const minute = (at) => clock(at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hour12: false });
+const second = (at) => clock(at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
 
 function drawCharts(state) {
   if (!timeline) return;
   const wanted = CHARTS.filter((each) => !each.drafts || state.speculative_steps > 0);
+  $("charts").classList.toggle("four", wanted.length === 4);  // in twos: no place stays empty
   for (const each of wanted) drawChart(each, $(`chart-${each.id}`) || framed(each), state);
   if ($("minutes-details").open) minutes(wanted);
 }
 
 function framed(chart) {
-  const figure = make("figure", undefined, "panel"), caption = make("figcaption");
+  const figure = make("figure", undefined, chart.first ? "panel first" : "panel"), caption = make("figcaption");
   figure.id = "chart-" + chart.id;
   caption.append(make("h2", chart.title), make("span", "", "note"));
   figure.append(caption, make("div"));
@@ -71,11 +76,11 @@ function drawChart(chart, figure, state) {
   const columns = Object.fromEntries(Object.entries(chart.lines).map(([name, of]) => [name, of(timeline)]));
   const place = figure.lastChild, wide = Math.max(200, place.clientWidth), low = chart.low || 0;
   const most = Math.max(...known(Object.values(columns).flat()), 0), top = Math.max(chart.top ? chart.top(state) : rounded(Math.max(most, 1)), most);
-  const now = timeline.now, begin = now - timeline.kept_s;
-  const x = (at) => EDGE.left + (wide - EDGE.left - EDGE.right) * (at - begin) / timeline.kept_s;
+  const begin = timeline.now - span();
+  const x = (at) => EDGE.left + (wide - EDGE.left - EDGE.right) * (at - begin) / span();
   const y = (value) => HIGH - EDGE.bottom - (HIGH - EDGE.top - EDGE.bottom) * (value - low) / (top - low);
   const words = summary(chart, columns);
-  const svg = drawn("svg", { width: wide, height: HIGH, role: "img", "aria-label": `${chart.title}, the last ten minutes: ${words.map((each) => each.join("")).join("; ")}` });
+  const svg = drawn("svg", { width: wide, height: HIGH, role: "img", "aria-label": `${chart.title}, the last ${lately()}: ${words.map((each) => each.join("")).join("; ")}` });
   svg.append(...axes(chart, low, top, wide, x, y));
   Object.values(columns).forEach((values, i) => svg.append(...traced(values, x, y, KINDS[i])));
   const [first] = Object.values(columns), highest = Math.max(...known(first));
@@ -85,7 +90,8 @@ function drawChart(chart, figure, state) {
 }
 
 function axes(chart, low, top, wide, x, y) {
-  const made = [], step = wide < 300 ? 5 : 2, label = (at, text, anchor, high) => {
+  const step = [5, 10, 15, 30, 60, 120, 300].find((seconds) => (wide - EDGE.left) * seconds / span() >= (seconds < 60 ? 76 : 56)), time = step < 60 ? second : minute;
+  const made = [], label = (at, text, anchor, high) => {
     const written = drawn("text", { x: at.toFixed(1), y: high.toFixed(1), "text-anchor": anchor });
     written.textContent = text;
     return written;
@@ -94,9 +100,9 @@ function axes(chart, low, top, wide, x, y) {
     made.push(drawn("line", { x1: EDGE.left, x2: wide - EDGE.right, y1: y(value).toFixed(1), y2: y(value).toFixed(1), class: "grid" }));
     made.push(label(EDGE.left - 6, chart.text === fine ? String(+value.toFixed(1)) : chart.text(value), "end", y(value) + 4));
   }
-  const offset = (clock(timeline.now).getTime() / 1000) % (60 * step);  // to the last even minute
-  for (let at = timeline.now - offset; at > timeline.now - timeline.kept_s; at -= 60 * step)
-    if (x(at) > EDGE.left + 16 && x(at) < wide - 18) made.push(label(x(at), minute(at + 1), "middle", HIGH - 5));
+  const offset = (clock(timeline.now).getTime() / 1000) % step, half = step < 60 ? 26 : 18;  // to the last even minute, or part of one
+  for (let at = timeline.now - offset; at > timeline.now - span(); at -= step)
+    if (x(at) > EDGE.left - 2 + half / 2 && x(at) < wide - half) made.push(label(x(at), time(at + 0.5), "middle", HIGH - 5));
   return made;
 }
 

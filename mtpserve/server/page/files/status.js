@@ -11,11 +11,13 @@ function status(kind, text, trouble) {
   say("trouble", trouble || "");
 }
 
-// Who drafts, how much, and how often: n-grams are often not found. Each step of a request writes its accepted drafts and one token.
+// Who drafts, how far (n-grams beside a draft model have a length of their own), and how often: n-grams are often not found.
+// Each step of a request writes its accepted drafts and one token.
 function drafting({ speculative_algorithm: algorithm, speculative_steps: most, stats }) {
   if (!most || !algorithm) return "no drafts: plain decoding";
-  const drafters = algorithm.split("+").map((name) => name === "NGRAM" ? "n-grams" : drafter(stats)), steps = stats.generation_tokens_total - stats.accepted_tokens_total;
-  return `drafts up to ${most} token${most === 1 ? "" : "s"} ahead (${drafters.join(", ")})` + (steps > 0 ? `, in ${percent(stats.drafts_total, steps)} of the steps` : "");
+  const names = algorithm.split("+"), free = stats.draft_tokens_per_position.length, steps = stats.generation_tokens_total - stats.accepted_tokens_total;
+  const first = `drafts up to ${plural(most, "token")} ahead (${names[0] === "NGRAM" ? "n-grams" : drafter(stats)})`;
+  return first + (names.length > 1 ? ` and ${free} (n-grams)` : "") + (steps > 0 ? `, in ${percent(stats.drafts_total, steps)} of the steps` : "");
 }
 
 function told(state) {

@@ -39,7 +39,7 @@ function show(state, at) {
   say("waiting", whole(now.waiting));
   say("running", `${whole(now.running)} running`);
   say("pages", (100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0) + " %");
-  say("pages-note", `${whole(now.pages_used)} of ${whole(now.pages_total)}, ${whole(state.page_size)} tokens each` + (now.pages_cached ? ` · ${whole(now.pages_cached)} free ones cached` : ""));
+  say("pages-note", `${whole(now.pages_used)} of ${whole(now.pages_total)} pages of ${whole(state.page_size)} tokens`);
   $("pages-bar").value = share;
   positions(state, now, recent ? then : null);
   depth(now, state.speculative_steps);
@@ -48,8 +48,8 @@ function show(state, at) {
   cache(state, now, then);
   tiers(state.tiers);
   engines(state.engines);
-  const totals = [["Prompt tokens", whole(now.prompt_tokens_total)], ["Generated tokens", whole(now.generation_tokens_total)], ["Steps", whole(now.steps_total)],
-    ["Verifications", whole(now.drafts_total)], ["Preemptions", whole(now.preemptions_total)], ["Failed requests", whole(now.failed_requests_total)]];
+  const totals = [["Prompt tokens", whole(now.prompt_tokens_total)], ["Generated tokens", whole(now.generation_tokens_total)], ["Engine steps", whole(now.steps_total)],
+    ["Steps with drafts, all requests", whole(now.drafts_total)], ["Preemptions (paused for memory)", whole(now.preemptions_total)], ["Failed requests", whole(now.failed_requests_total)]];
   $("totals").tBodies[0].replaceChildren(...totals.map(([head, cell]) => row(head, [cell])));
 }
 
@@ -57,7 +57,7 @@ function show(state, at) {
 function positions(state, now, then) {
   $("positions").hidden = now.drafts_total === 0;
   $("positions-empty").hidden = now.drafts_total > 0;
-  if (state.speculative_steps === 0) say("positions-empty", "Plain decoding: this server drafts nothing. See --speculative-algorithm.");
+  if (state.speculative_steps === 0) say("positions-empty", "Plain decoding: this server does not draft. See --speculative-algorithm.");
   const reached = Math.max(state.speculative_steps, now.draft_tokens_per_position.findLastIndex((count) => count > 0) + 1);
   const since = (list, i) => then ? (now[list][i] || 0) - (then[list][i] || 0) : 0;
   const rows = now.accepted_tokens_per_position.slice(0, reached).map((count, i) => {
@@ -66,7 +66,7 @@ function positions(state, now, then) {
     return row(String(i + 1), [bar(count / Math.max(1, drafts)), percent(accepted, lately), many, percent(count, drafts)]);
   });
   $("positions").tBodies[0].replaceChildren(...rows);
-  say("positions-note", now.drafts_total ? `${whole(now.drafts_total)} verifications. Position 1 is the first token after the model's own.` : "");
+  say("positions-note", now.drafts_total ? `${plural(now.drafts_total, "step")} with drafts. Position 1 is the first draft of a step. Tokens that a grammar forces are not counted.` : "");
 }
 
 // Where the engine chooses how deep to draft; null: it does not.
@@ -76,12 +76,14 @@ function depth(now, deepest) {
   if (chosen === null) return;
   const expected = chosen.tokens_per_second === null ? "" : ` · ${whole(chosen.tokens_per_second)} tokens/s expected`;
   say("depth", whole(chosen.depth));
-  say("depth-most", `of at most ${whole(chosen.num_steps)}`);
-  say("depth-note", chosen.adaptive ? `${whole(chosen.changes_total)} changes · ${whole(chosen.trials_total)} trials${expected}` : "fixed until it is adaptive again");
+  say("depth-most", `tokens ahead now, at most ${whole(chosen.num_steps)}`);
+  say("depth-note", chosen.adaptive ? `${plural(chosen.changes_total, "change")} · ${plural(chosen.trials_total, "test step")}${expected}` : "set by hand through /v1/spec");
   $("learned").tBodies[0].replaceChildren(...chosen.acceptance.slice(0, RANKS).map((rate, i) => row(String(i + 1), [bar(rate), percent(rate, 1)])));
   const steps = sum(now.steps_per_depth);
   $("depths").tBodies[0].replaceChildren(...now.steps_per_depth.slice(0, deepest + 1).map((count, i) => row(String(i), [bar(count / Math.max(1, steps)), whole(count), percent(count, steps)])));
 }
+
+const plural = (n, word) => `${whole(n)} ${word}${n === 1 ? "" : "s"}`;
 
 // 38 ms, 1.2 s.
 function lasting(seconds) {
@@ -110,11 +112,12 @@ function latency(state) {
 function cache(state, now, then) {
   const all = now.prompt_tokens_total, found = now.cached_prompt_tokens_total;
   const from = Object.entries(now.loaded_pages).map(([tier, pages]) => [TIERS[tier] || tier, pages * state.page_size]).filter(([, tokens]) => tokens > 0);
-  const rows = [["Device", Math.max(0, found - sum(from.map(([, tokens]) => tokens)))], ...from, ["Computed", all - found]];
+  const rows = [["Device memory", Math.max(0, found - sum(from.map(([, tokens]) => tokens)))], ...from, ["Not found", all - found]];
   const lately = then ? now.prompt_tokens_total - then.prompt_tokens_total : 0;
   say("cache-share", percent(found, all));
-  say("cache-unit", `of ${whole(all)} prompt tokens were found`);
-  say("cache-note", lately > 0 ? `last 10 s: ${percent(now.cached_prompt_tokens_total - then.cached_prompt_tokens_total, lately)} of ${whole(lately)}` : "no prompts in the last 10 s");
+  say("cache-unit", `of ${plural(all, "prompt token")} found`);
+  const kept = now.pages_cached ? ` · ${plural(now.pages_cached, "free page")} can be reused` : "";
+  say("cache-note", (lately > 0 ? `last 10 s: ${percent(now.cached_prompt_tokens_total - then.cached_prompt_tokens_total, lately)} of ${whole(lately)}` : "no prompts in the last 10 s") + kept);
   $("cache").tBodies[0].replaceChildren(...rows.map(([head, tokens]) => row(head, [bar(tokens / Math.max(1, all)), whole(tokens), percent(tokens, all)])));
 }
 
@@ -124,6 +127,7 @@ async function watch(state, at) {
   if ($("view-watch").hidden) return;
   if (!state.dead) await Promise.all([remember(), live(state.engines.length)]);
   drawCharts(state);
+  settle();
   if ($("costs-details").open && !state.dead) await costs();
 }
 
@@ -151,9 +155,9 @@ function sources(now) {
 // A column for each; what is not counted, or was not measured yet, is a dash.
 function tiers(found) {
   const known = (value, text) => value === null ? "–" : text(value), speed = (value) => known(value, (n) => n.toFixed(n < 10 ? 2 : 0));
-  const facts = { "Pages": (tier) => known(tier.pages, whole), "Of": (tier) => known(tier.pages_total, whole),
-    "In use": (tier) => known(tier.pages, (pages) => percent(pages, tier.pages_total)), "Loaded from it": (tier) => whole(tier.loaded_pages),
-    "Written, GB/s": (tier) => speed(tier.write_gb_per_second), "Read, GB/s": (tier) => speed(tier.read_gb_per_second),
+  const facts = { "Pages": (tier) => known(tier.pages, whole), "Room for pages": (tier) => known(tier.pages_total, whole),
+    "In use": (tier) => known(tier.pages, (pages) => percent(pages, tier.pages_total)), "Pages read back": (tier) => whole(tier.loaded_pages),
+    "Write speed, GB/s": (tier) => speed(tier.write_gb_per_second), "Read speed, GB/s": (tier) => speed(tier.read_gb_per_second),
     "Failed transfers": (tier) => whole(tier.failed_transfers) };
   const heads = Object.keys(found).map((name) => { const head = make("th", TIERS[name] || name); head.scope = "col"; return head; }), top = make("tr");
   $("tiers-panel").hidden = heads.length === 0;
@@ -162,9 +166,82 @@ function tiers(found) {
   $("tiers").tBodies[0].replaceChildren(...Object.entries(facts).map(([head, fact]) => row(head, Object.values(found).map(fact))));
 }
 
-// Why one was lost is said below them.
+// Why one failed is said below them.
 function engines(all) {
   $("engines").tBodies[0].replaceChildren(...all.map(({ engine, state, restarts, stats }) =>
     row(`${engine}, ${state}`, [whole(stats.running), whole(stats.waiting), percent(stats.pages_used, stats.pages_total), whole(stats.generation_tokens_total), whole(restarts)])));
-  say("engines-note", all.filter((each) => each.reason).map((each) => `engine ${each.engine} was lost: ${each.reason}`).join("; ") || "none was lost");
+  say("engines-note", all.filter((each) => each.reason).map((each) => `Engine ${each.engine} failed: ${each.reason}`).join("; ") || "No engine has failed.");
 }
+
+// -------------------------------------------------------------------------------------------- where panels stand
+
+const COLUMN = 340, GAP = 10, WASTE = 40, PHONE = matchMedia("(max-width: 480px)");
+let placed = { key: "", columns: [] };  // the column of each panel that is seen
+
+// A panel's height without what it was stretched by.
+function natural(panel) {
+  const inside = panel.open ? panel.lastElementChild : panel.firstElementChild, style = getComputedStyle(panel);
+  return Math.ceil(inside.getBoundingClientRect().bottom - panel.getBoundingClientRect().top + parseFloat(style.paddingBottom) + parseFloat(style.borderBottomWidth));
+}
+function tall(heights, columns, many) {
+  const all = Array(many).fill(-GAP);
+  heights.forEach((height, i) => { all[columns[i]] += height + GAP; });
+  return all;
+}
+const waste = (all) => Math.max(...all) - Math.min(...all);
+
+// The columns whose heights differ least; of those that are as good, the one nearest to the panels' order. There are few panels: all ways are tried.
+function packed(heights, many) {
+  let best = null, least = Infinity;
+  (function next(columns, sums, turns) {
+    const i = columns.length;
+    if (i === heights.length) {
+      const cost = waste(sums) + 4 * turns;
+      if (cost < least) { best = [...columns]; least = cost; }
+      return;
+    }
+    for (let at = 0; at < many && at <= i; at += 1) {
+      sums[at] += heights[i] + GAP;
+      columns.push(at);
+      next(columns, sums, turns + (i > 0 && at < columns[i - 1]));
+      columns.pop();
+      sums[at] -= heights[i] + GAP;
+    }
+  })([], Array(many).fill(0), 0);
+  return best;
+}
+
+// Panels stay where they are until another place is much better. What is left below a column is shared by its panels.
+function settle() {
+  const side = $("side"), panels = [...side.children].filter((panel) => !panel.hidden), many = Math.min(panels.length, Math.floor((side.clientWidth + GAP) / (COLUMN + GAP)));
+  side.classList.toggle("settled", many > 1);
+  if (many < 2) {
+    for (const panel of panels) panel.style.gridArea = "";
+    side.style.gridTemplateColumns = "";
+    placed.key = "";
+    return;
+  }
+  side.style.gridTemplateColumns = `repeat(${many}, minmax(0, 1fr))`;
+  const heights = panels.map(natural), key = [many, ...panels.map((panel) => panel.querySelector("h2").textContent + panel.open)].join();
+  if (key !== placed.key || waste(tall(heights, placed.columns, many)) > waste(tall(heights, packed(heights, many), many)) + WASTE) placed = { key, columns: packed(heights, many) };
+  const all = tall(heights, placed.columns, many), most = Math.max(...all), below = Array(many).fill(1);
+  panels.forEach((panel, i) => {
+    const at = placed.columns[i], mates = placed.columns.filter((each) => each === at).length, last = placed.columns.lastIndexOf(at) === i;
+    const height = last ? most + 1 - below[at] : heights[i] + Math.floor((most - all[at]) / mates);
+    panel.style.gridArea = `${below[at]} / ${at + 1} / span ${height}`;
+    below[at] += height + GAP;
+  });
+}
+
+for (const panel of document.querySelectorAll(".fold")) {
+  if (PHONE.matches && !panel.matches(".first")) panel.open = false;  // a telephone's screen shows the heads of all
+  panel.addEventListener("toggle", settle);
+}
+$("costs-details").addEventListener("toggle", settle);
+new ResizeObserver(settle).observe($("view-watch"));
+$("charts-all").addEventListener("click", () => {
+  const few = $("charts").classList.toggle("few");
+  $("charts-all").setAttribute("aria-expanded", !few);
+  say("charts-all", few ? "All charts" : "Fewer charts");
+  if (served) drawCharts(served);
+});
