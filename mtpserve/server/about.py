@@ -148,9 +148,9 @@ ServerInfo = defstruct("ServerInfo", [*OPTIONS, *STATE], bases=(Rendered,))
 
 
 async def health(service: Served, verbose: bool = False) -> Response:
-    """200 while some engine takes new requests; 503 while the model loads, from SIGTERM on, and while no
-    engine is up. `verbose`: with what is known of the engines, and of the draft model, which changes no
-    status."""
+    """Say whether the server takes requests. 200: it does; 503 while the model loads, from SIGTERM on, and
+    while no engine is up. `verbose` adds the state of the engines and of the draft model, which changes
+    no status."""
     service.check_ready()
     engines = service.client.engines
     up = sum(engine.state == "up" for engine in engines)
@@ -176,7 +176,7 @@ async def health(service: Served, verbose: bool = False) -> Response:
 
 
 async def load(service: Served) -> Response:
-    """Answers how many requests run or wait, in vLLM's form."""
+    """The number of requests that run or wait, in vLLM's form."""
     stats = service.client.stats()
     return JSON(ServerLoad(stats.running + stats.waiting))
 
@@ -209,7 +209,8 @@ def from_anthropic(request: Request) -> bool:
 
 
 async def history(service: Served, since: float = 0) -> Response:
-    """The last ten minutes, or what came after `since`, in seconds since the server began."""
+    """Time series of the last ten minutes, for charts. `since` leaves out what is older: seconds since
+    the server began."""
     if not abs(since) < float("inf"):
         raise InvalidRequest(f"since must be a finite number of seconds, got {since}", "since")
     service.history.sample()
@@ -217,7 +218,8 @@ async def history(service: Served, since: float = 0) -> Response:
 
 
 async def models(request: Request, service: Served) -> Response:
-    """The model that is served, once under each of its names; in Anthropic's form for its clients."""
+    """List the model that is served, once under each of its names. Clients of Anthropic get Anthropic's
+    form."""
     names = service.names
     if from_anthropic(request):
         listed = [model_for_anthropic(service, name) for name in names]
@@ -226,7 +228,7 @@ async def models(request: Request, service: Served) -> Response:
 
 
 async def model(request: Request, service: Served, id: str) -> Response:
-    """The model that is served; 404 for any other name."""
+    """Look up a model by its name. 404 for a name that is not served."""
     if not id:  # /v1/models/
         raise HTTPException(404)
     service.check_model(id)
@@ -235,7 +237,8 @@ async def model(request: Request, service: Served, id: str) -> Response:
 
 
 async def model_info(service: Served) -> Response:
-    """The model in SGLang's words; its clients load the tokenizer from the path, so the paths are whole."""
+    """Facts about the model, in SGLang's form. SGLang's clients load the tokenizer from the path, so the
+    paths are whole."""
     card, model = service.client.card, service.engine_config.model
     return JSON(
         ModelInfo(
@@ -255,8 +258,8 @@ async def model_info(service: Served) -> Response:
 
 
 async def server_info(service: Served) -> Response:
-    """The launch options, those that are secret left out, with the parsers and the drafter that `auto` has
-    chosen; and how the engine has been doing."""
+    """Launch options and state of the engine, in SGLang's form. Secret options are left out; the parsers
+    and the drafter that `auto` has chosen are named."""
     card, stats = service.client.card, service.client.stats()
     launched, curve = options(service.engine_config, service.server_config), card.synthetic_acceptance
     launched |= {

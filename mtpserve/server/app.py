@@ -3,6 +3,7 @@ stops nothing."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from time import time
 from typing import Any, get_args, get_type_hints
@@ -58,7 +59,7 @@ from mtpserve.text.tokenizer import Tokenizer
 
 
 async def metrics_text(service: Served) -> Response:
-    """Prometheus' text format."""
+    """Metrics in Prometheus' text format."""
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -161,6 +162,11 @@ def responses_of(
     }
 
 
+def summary_of(endpoint: Callable[..., Any]) -> str:
+    """Returns the first sentence of the route's description, without its end."""
+    return re.split(r"(?<=[.:;])\s", endpoint.__doc__ or "", maxsplit=1)[0].rstrip(".:;")
+
+
 def create_app(
     client: EngineClient,
     tokenizer: Tokenizer,
@@ -207,6 +213,7 @@ def create_app(
             tag = TAGS.get(endpoint.__module__.split(".")[2], OWN)
             more: dict[str, Any] = {
                 "tags": [tag],
+                "summary": summary_of(endpoint),
                 "response_class": kind,
                 "responses": documented,
                 "openapi_extra": EXTRA.get(endpoint),

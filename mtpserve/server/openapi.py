@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from mtpserve.server.chat.service import MAX_BYTES_PER_TOKEN, SGLANGS_NAME, Service
 from mtpserve.server.http.rendering import REFERENCE
 from mtpserve.server.schema.shapes import NULL, SERVER, Schema
+from mtpserve.server.schema.texts import EXAMPLES
 
 NOTHING = [None, False]
 NO_ROLE: Schema = {
@@ -38,7 +39,10 @@ def schemas_of(bodies: list[type[BaseModel]]) -> dict[str, Schema]:
     _, definitions = models_json_schema(
         [(body, "validation") for body in bodies], ref_template=REFERENCE.replace("name", "model")
     )
-    return dict(definitions.get("$defs", {}))
+    schemas = dict(definitions.get("$defs", {}))
+    for name in schemas.keys() & EXAMPLES.keys():
+        schemas[name]["examples"] = [EXAMPLES[name]]  # pydantic sorts their fields by name
+    return schemas
 
 
 def limits(service: Service) -> dict[str, Schema]:

@@ -65,8 +65,8 @@ class ProfileRequest(Strict):
 
 
 async def start_profile(service: Served, body: ProfileRequest | None = None) -> Response:
-    """Begin a trace of the engines' steps. It ends at /stop_profile, or by itself after `num_steps`, 20 where
-    nothing is said."""
+    """Start to trace the engines' steps with torch's profiler. It ends at /stop_profile, or by itself
+    after `num_steps`, 20 where nothing is said."""
     service.check_alive()
     body = body or ProfileRequest()
     body.check()
@@ -88,8 +88,8 @@ async def start_profile(service: Served, body: ProfileRequest | None = None) -> 
 
 
 async def stop_profile(service: Served) -> Response:
-    """End the trace and write it: `files` names each engine's. A trace that has ended by itself is named
-    once."""
+    """Stop the trace and write it to files. `files` names each engine's. A trace that has ended by itself
+    is named once."""
     service.check_alive()
     reports = await exchange(service, ProfileChange())
     files = [file for report in reports for file in report.files]

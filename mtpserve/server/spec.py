@@ -66,13 +66,14 @@ class SpecBody(Strict):
 
 
 async def show_spec(service: Served) -> Response:
-    """Answers how deep the engine goes, what it has learned of acceptance, and what steps cost."""
+    """Show the state of spec decoding. How many tokens ahead the engine goes, what it has learned of
+    acceptance, and what steps cost."""
     return JSON(spec_object(service, await exchange(service, SpecChange())))
 
 
 async def set_spec(service: Served, body: SpecBody) -> Response:
-    """Sets whether depths are chosen, and how deep they may be, from the next step on. `reset` forgets the
-    learned acceptance."""
+    """Change spec decoding while the server runs. Sets whether the engine chooses how far ahead it goes, and
+    the most that it may, from the next step on. `reset` forgets the learned acceptance."""
     service.check_alive()
     if body == SpecBody():
         raise InvalidRequest("give adaptive, num_steps or reset", "adaptive")

@@ -97,7 +97,8 @@ def check_count(count: int, field: str) -> None:
 
 
 async def tokenize(service: Served, body: TokenizeRequest) -> Response:
-    """`count` and `tokens`; for a list of texts, a list of each."""
+    """Turn a text or a conversation into token ids. Answers `count` and `tokens`; for a list of texts, a
+    list of each."""
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
@@ -128,7 +129,7 @@ async def tokenize(service: Served, body: TokenizeRequest) -> Response:
 
 
 async def detokenize(service: Served, body: DetokenizeRequest) -> Response:
-    """The text, under vLLM's name and under SGLang's."""
+    """Turn token ids into text. The text has vLLM's name and SGLang's."""
     service.check_model(body.model)
     several = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Any = body.tokens if several else [body.tokens]
@@ -144,8 +145,8 @@ async def detokenize(service: Served, body: DetokenizeRequest) -> Response:
 
 
 async def tokenizer_info(service: Served) -> Response:
-    """The tokenizer's configuration and the chat template, in vLLM's form, where the server is to show them;
-    otherwise 404."""
+    """The tokenizer's configuration and the chat template, in vLLM's form. 404 unless the server was
+    started to show them."""
     if not service.server_config.enable_tokenizer_info_endpoint:
         raise HTTPException(
             404, "not offered: the server was launched without --enable-tokenizer-info-endpoint"

@@ -46,7 +46,13 @@ def test_every_route_is_in_one_group_and_says_what_it_does(app: FastAPI) -> None
     operations = {(method.upper(), path): told for path, methods in document["paths"].items() for method, told in methods.items()}
     assert set(operations) == {(method, re.sub(":path", "", path)) for method, paths, *_ in ROUTES for path in paths}
     for told in operations.values():
-        assert len(told["tags"]) == 1 and told["tags"][0] in names and told["description"]
+        assert len(told["tags"]) == 1 and told["tags"][0] in names and told["description"].startswith(told["summary"])
+    # A summary is understood without the routes around it; only names of one route have one summary.
+    summaries = {told["summary"] for told in operations.values()}
+    assert len(summaries) == len({endpoint for *_, endpoint, _ in ROUTES})
+    assert not [
+        text for text in summaries if re.match(r"(What|Like|Such|The same|Those|Its|It|That)\b", text) or not 2 < len(text.split()) < 16
+    ]
     groups = {path: told["tags"][0] for (_, path), told in operations.items()}
     assert (groups["/v1/chat/completions"], groups["/v1/messages"], groups["/generate"], groups["/stats"]) == (*names[:3], names[3])
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from typing import Any
 
 import httpx
 import pytest
 
+from mtpserve.server.schema.texts import EXAMPLES
 from tests.server.browsing import PHONE, WIDE, Open, Running, sound, wait_for
 
 READY = "#routes[aria-busy=false]"
@@ -65,12 +68,117 @@ def test_every_route_can_be_shown_and_every_command_without_an_id_works(demo: Ru
     assert "undefined" not in page.inner_text("main") and "[object" not in page.inner_text("main")
 
 
+def sending(page: Any, route: str) -> Any:
+    """The route's form, opened."""
+    box = page.locator(f"[id='{route}']")
+    box.locator("> summary").click()
+    form = box.locator("form")
+    form.wait_for()
+    return form
+
+
+def answered(form: Any) -> str:
+    """The line with status, time and size."""
+    form.locator(".said:text-matches('bytes|stopped|does not answer')").wait_for(timeout=60_000)
+    return str(form.locator(".said").inner_text())
+
+
+def test_a_request_is_changed_and_sent(demo: Running, opened: Open) -> None:
+    page = opened(demo, view="", path="/docs", ready=READY)
+    form = sending(page, "post/v1/completions")
+    body = form.get_by_label("Body, JSON")
+    assert json.loads(body.input_value()) == EXAMPLES["CompletionRequest"]
+    changed = EXAMPLES["CompletionRequest"] | {"max_tokens": 5, "seed": 7}
+    body.fill(json.dumps(changed))
+    with page.expect_request("**/v1/completions") as heard:
+        form.get_by_role("button", name="Send POST /v1/completions").click()
+    assert heard.value.post_data_json == changed
+    assert re.fullmatch(r"200 OK · [\d.]+ s · application/json · [\d,]+ bytes", answered(form))
+    answer = json.loads(form.locator(".came pre").inner_text())
+    assert answer["usage"]["completion_tokens"] == 5
+    sent_by_curl = called(page.text_content("[id='post/v1/completions'] > div > pre")).json()
+    assert sent_by_curl["choices"][0]["text"] == answer["choices"][0]["text"]
+    form.get_by_role("button", name="Example again").click()
+    assert json.loads(body.input_value()) == EXAMPLES["CompletionRequest"]
+    body.fill('{"prompt": ')
+    assert form.get_by_label("Stream the answer").is_disabled()
+    form.get_by_role("button", name="Send").click()
+    form.locator(".said.bad").wait_for()
+    assert answered(form).startswith("400 Bad Request · ") and "JSON" in form.locator(".came pre").inner_text()
+
+
+@pytest.mark.parametrize("route", ["post/v1/chat/completions", "post/v1/responses", "post/v1/messages", "post/generate"])
+def test_a_streamed_answer_is_shown_as_it_comes(demo: Running, opened: Open, route: str) -> None:
+    page = opened(demo, view="", path="/docs", ready=READY)
+    form = sending(page, route)
+    form.get_by_label("Stream the answer").check()
+    body = json.loads(form.get_by_label("Body, JSON").input_value())
+    assert body.pop("stream") is True
+    long = {
+        "post/v1/responses": {"max_output_tokens": 300},
+        "post/generate": {"sampling_params": {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True}},
+    }.get(route, {"max_tokens": 300})
+    greedy = body | ({"temperature": 0} if route != "post/generate" else {}) | long
+    form.get_by_label("Body, JSON").fill(json.dumps(greedy | {"stream": True}))
+    page.evaluate(
+        """() => {
+             window.grown = [];
+             const heard = () => grown.push(document.querySelector('.came .text')?.textContent.length ?? 0);
+             new MutationObserver(heard).observe(document.querySelector('.route[open] .came'), { childList: true, subtree: true });
+           }"""
+    )
+    form.get_by_role("button", name="Send").click()
+    assert re.search(r"^200 OK · [\d.]+ s · text/event-stream.* bytes · first after [\d.]+ s$", answered(form))
+    text = form.locator(".came .text").text_content()
+    whole = httpx.post(demo.url + route.removeprefix("post"), json=greedy, timeout=60).json()
+    written = {
+        "post/v1/chat/completions": lambda: whole["choices"][0]["message"]["content"],
+        "post/v1/responses": lambda: whole["output"][0]["content"][0]["text"],
+        "post/v1/messages": lambda: whole["content"][0]["text"],
+        "post/generate": lambda: whole["text"],
+    }[route]()
+    assert text == written
+    grown = page.evaluate("grown.filter((length) => length > 0)")
+    assert len(set(grown)) > 2 and grown == sorted(grown)
+    assert form.locator(".came pre").last.inner_text().startswith(("data: ", "event: "))
+
+
+def test_parameters_are_sent_and_a_stream_is_stopped(demo: Running, opened: Open) -> None:
+    page = opened(demo, view="", path="/docs", ready=READY)
+    form = sending(page, "get/health")
+    form.get_by_label("verbose, in the query").fill("true")
+    form.get_by_role("button", name="Send").click()
+    assert answered(form).startswith("200 OK")
+    assert json.loads(form.locator(".came pre").inner_text()) == httpx.get(demo.url + "/health?verbose=true").json()
+    assert "/health?verbose=true'" in page.text_content("[id='get/health'] > div > pre")
+    form = sending(page, "get/v1/models/{id}")
+    form.get_by_role("button", name="Send").click()
+    assert form.locator(".said").inner_text() == ""  # the id is required
+    form.get_by_label("id, in the path").fill("no/such model")
+    form.get_by_role("button", name="Send").click()
+    assert answered(form).startswith("404 Not Found") and "no/such model" in form.locator(".came pre").inner_text()
+    form = sending(page, "get/")
+    form.get_by_role("button", name="Send").click()
+    assert answered(form).startswith("200 OK") and "<title>mtpserve</title>" in form.locator(".came pre").inner_text()
+    form = sending(page, "post/v1/completions")
+    form.get_by_label("Body, JSON").fill(json.dumps({"prompt": "import os", "max_tokens": 2000, "ignore_eos": True, "stream": True}))
+    form.get_by_role("button", name="Send").click()
+    form.locator(".came .text").wait_for()
+    form.get_by_role("button", name="Stop").click()
+    assert re.fullmatch(r"200 OK · stopped after [\d.]+ s", answered(form))
+    assert form.get_by_role("button", name="Send").is_enabled() and form.get_by_role("button", name="Stop").is_disabled()
+
+
 @pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
 def test_it_can_be_read_and_operated_everywhere(demo: Running, opened: Open, size: dict[str, int], scheme: str) -> None:
     page = opened(demo, size, scheme, "post/v1/chat/completions", "/docs", READY)
     page.wait_for_selector(f"{CHAT}[open] > div")
     page.evaluate("document.querySelectorAll('.route[open] details').forEach((each) => { each.open = true; })")
     page.wait_for_selector(f"{CHAT} .nested .nested")
+    sound(page)
+    page.click(f"{CHAT} .check")
+    page.click(f"{CHAT} form .main")
+    answered(page.locator(f"{CHAT} form"))
     sound(page)
 
 
@@ -99,3 +207,7 @@ def test_a_key_is_asked_for_when_the_document_needs_one(demo: Running, opened: O
     page.wait_for_selector(f"{CHAT} > div > pre")
     command = page.text_content(f"{CHAT} > div > pre")
     assert f"{demo.url}/models/one/v1/chat/completions" in command and "$MTPSERVE_API_KEY" in command and "secret" not in command
+    with page.expect_request("**/models/one/v1/chat/completions") as sent:
+        page.click(f"{CHAT} form .main")
+    assert sent.value.headers["authorization"] == "Bearer secret"
+    assert answered(page.locator(f"{CHAT} form")).startswith("200 OK")

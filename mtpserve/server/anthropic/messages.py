@@ -211,7 +211,7 @@ class MessageAnswer:
 
 
 async def messages(request: Request, service: Served, body: MessagesRequest) -> Response:
-    """Continue a conversation, as Anthropic's messages."""
+    """Answer a conversation, by Anthropic's Messages API."""
     arrival = perf_counter()
     id = body.rid or f"msg_{uuid.uuid4().hex}"
     offer = body.offer()
@@ -230,7 +230,7 @@ async def messages(request: Request, service: Served, body: MessagesRequest) -> 
 
 
 async def count_tokens(service: Served, body: CountRequest) -> Response:
-    """The tokens that such a conversation has as a prompt."""
+    """Count the prompt tokens of a Messages request, without running it."""
     service.check_model(body.model)
     if not body.messages:
         raise InvalidRequest("messages is empty", "messages")

@@ -85,7 +85,7 @@ def call_delta(number: int, arguments: str = "", name: str | UnsetType = UNSET, 
 
 
 async def chat(request: Request, service: Served, body: ChatRequest) -> Response:
-    """Continue a conversation, as OpenAI's chat completions."""
+    """Answer a conversation, by OpenAI's chat completions API."""
     arrival = perf_counter()
     id = id_of(body, ChatWriter)
     # then `max_tokens` does not count, and must be one all the same

@@ -45,7 +45,7 @@ class CompletionWriter(ChoiceWriter):
 
 
 async def completions(request: Request, service: Served, body: CompletionRequest) -> Response:
-    """Continue one or several prompts, as OpenAI's completions."""
+    """Complete one or several prompts, by OpenAI's completions API."""
     arrival = perf_counter()
     service.admit(body.model)
     body.check()

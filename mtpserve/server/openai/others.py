@@ -18,7 +18,8 @@ from mtpserve.server.openai.completions import completions
 
 
 async def invocations(request: Request, service: Served, invocation: dict[str, Any]) -> Response:
-    """What SageMaker calls: a chat completion where the body has messages, otherwise a completion."""
+    """Answer a request as SageMaker sends it. A chat completion where the body has `messages`, otherwise
+    a completion."""
     try:
         if "messages" in invocation:
             return await chat(request, service, ChatRequest.model_validate(invocation))

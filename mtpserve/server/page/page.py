@@ -103,12 +103,12 @@ def page_response(status: int = 200) -> Response:
 
 
 async def page() -> Response:
-    """The page, for browsers."""
+    """The server's page, for browsers."""
     return page_response()
 
 
 async def docs() -> Response:
-    """What this server's OpenAPI document says, for browsers."""
+    """All routes of this server, for browsers."""
     return DOCS.response()
 
 
@@ -143,7 +143,7 @@ def warnings(card: ModelCard) -> list[str]:
 
 
 async def stats(request: Request) -> Response:
-    """The engine's counters and gauges."""
+    """The engine's counters and gauges, as JSON; /metrics has them for Prometheus."""
     service: Service = request.app.state.service
     card, counted = service.client.card, service.client.stats()
     body = Stats(
@@ -198,6 +198,6 @@ def _row(clock: RequestClock, now: float) -> LiveRequest:
 
 
 async def requests(request: Request) -> Response:
-    """Requests that run or wait, the oldest first."""
+    """List the requests that run or wait, the oldest first."""
     service: Service = request.app.state.service
     return JSON(live_requests(service.live), headers={"Cache-Control": "no-store"})

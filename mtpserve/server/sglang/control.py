@@ -49,7 +49,7 @@ class AbortRequest(Strict):
 
 
 async def health_generate(service: Served) -> Response:
-    """Like /health, but the engine has to compute a token; 503 when that takes longer than 20 seconds."""
+    """Say whether the engine can generate a token. 503 when that takes longer than 20 seconds."""
     service.check_ready()
     sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     trial = EngineRequest(f"health-{uuid.uuid4().hex}", [0], sampling)
@@ -66,16 +66,16 @@ async def health_generate(service: Served) -> Response:
 
 
 async def flush_cache(service: Served) -> Response:
-    """Later requests find nothing in the prefix cache that was computed before. Those that run go on: it is
-    never refused."""
+    """Empty the prefix cache. Later requests find nothing that was computed before. Running requests go on:
+    a flush is never refused."""
     service.check_alive()
     service.client.reset_prefix_cache()
     return JSON(Flushed(True, "the prefix cache is empty"))
 
 
 async def abort_request(service: Served, body: AbortRequest) -> Response:
-    """End requests: they answer with what they have, finish_reason "abort". Ids that are not running are
-    ignored."""
+    """Abort one request by its id, or all. They answer with what they have, finish_reason "abort". Ids that
+    are not running are ignored."""
     if (body.rid is None) == (not body.abort_all):
         raise InvalidRequest("give either rid or abort_all: true", "rid")
     return JSON(Aborted(service.abort(body.rid)))

@@ -201,7 +201,8 @@ async def choices_of(
 
 
 async def generate(request: Request, service: Served, body: NativeRequest) -> Response:
-    """Continue one or several prompts. The fields are SGLang's, and so are the answer and its `meta_info`."""
+    """Complete one or several prompts, by SGLang's own API. The fields are SGLang's, and so are the
+    answer and its `meta_info`."""
     arrival = perf_counter()
     service.check_alive()
     body.check()

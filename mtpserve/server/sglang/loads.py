@@ -83,8 +83,8 @@ def load_of(engine: EngineState, card: ModelCard) -> EngineLoad:
 
 
 async def loads(service: Served, dp_rank: Rank | None = None) -> Response:
-    """The engines that are up; with `dp_rank` one of them. 503 from SIGTERM on, and once the engines are
-    dead: a router then sends its requests elsewhere."""
+    """The load of each engine, for routers, in SGLang's form. `dp_rank`: of one engine. 503 from SIGTERM
+    on, and once the engines are dead: a router then sends its requests elsewhere."""
     service.check_ready()
     engines, card = service.client.engines, service.client.card
     if dp_rank is not None and not 0 <= dp_rank < len(engines):
@@ -113,7 +113,7 @@ async def loads(service: Served, dp_rank: Rank | None = None) -> Response:
 
 
 async def get_load(service: Served) -> Response:
-    """The same in SGLang's older form."""
+    """The load of each engine, in SGLang's older form."""
     service.check_ready()
     card = service.client.card
     engines = [engine for engine in service.client.engines if engine.state == "up"]

@@ -66,7 +66,7 @@ class SeparatedReasoning(Rendered):
 
 
 async def parse_function_call(service: Served, body: ParseFunctionCall) -> Response:
-    """The calls in a text, and the text without them."""
+    """Find the tool calls in a model's output. Answers the calls, and the text without them."""
     name = require_name(
         service.formats.tool_calls if body.tool_call_parser is None else body.tool_call_parser,
         TOOL_CALLS.names(),
@@ -87,7 +87,7 @@ async def parse_function_call(service: Served, body: ParseFunctionCall) -> Respo
 
 
 async def separate_reasoning(service: Served, body: SeparateReasoning) -> Response:
-    """The reasoning in front of an answer, and the answer."""
+    """Split a model's output into reasoning and answer."""
     name = require_name(
         service.formats.reasoning if body.reasoning_parser is None else body.reasoning_parser,
         REASONINGS.names(),

@@ -53,7 +53,8 @@ def store_of(request: Request) -> ResponseStore:
 
 
 async def create(request: Request, service: Served, body: ResponsesRequest) -> Response:
-    """Answer an input, as OpenAI's responses; kept for a while unless `store` is false."""
+    """Answer an input, by OpenAI's Responses API. The response is kept for a while unless `store` is
+    false."""
     arrival = perf_counter()
     stores = [store_of(request)]
     before, id = before_of(body, stores), f"resp_{uuid.uuid4().hex}"
@@ -81,7 +82,7 @@ async def retrieve(
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
-    """A response that is kept, or one that is still being written. `stream`: as its events, behind the one
+    """Get a stored response, or one that is still being written. `stream`: as its events, behind the one
     with number `starting_after`, once it is written."""
     store = store_of(request)
     response = store.get(id, "response_id").object
@@ -105,13 +106,13 @@ async def input_items(
     after: str | None = None,
     before: str | None = None,
 ) -> Response:
-    """What a response was made from: all that came before, and its own input. Instructions and definitions of
-    tools are not items."""
+    """List the input of a stored response. All that came before it, and its own input; instructions and
+    definitions of tools are not items."""
     return JSON(page(store_of(request).get(id, "response_id").items, order, limit, after, before))
 
 
 async def count_input(request: Request, service: Served, body: InputTokensRequest) -> Response:
-    """The tokens that such a request has as a prompt."""
+    """Count the prompt tokens of a Responses request, without running it."""
     service.check_model(body.model)
     body.check()
     stores, offer = [store_of(request)], body.offer()
@@ -125,8 +126,8 @@ async def count_input(request: Request, service: Served, body: InputTokensReques
 
 
 async def compact(request: Request, service: Served, body: CompactRequest) -> Response:
-    """A conversation as one item, which takes its place in an input. Nothing is left out of it, and nothing
-    is computed."""
+    """Pack a conversation into one item, which can replace it in a later input. Nothing is left out of
+    it, and the model computes nothing."""
     service.check_model(body.model)
     body.check()
     stores = [store_of(request)]
@@ -139,7 +140,8 @@ async def compact(request: Request, service: Served, body: CompactRequest) -> Re
 
 
 async def cancel(request: Request, service: Served, id: str) -> Response:
-    """End a response that is being written: it answers with what it has. 404 for one that is not."""
+    """Cancel a response that is being written. It answers with what it has; 404 for a response that is
+    not being written."""
     stored = store_of(request).get(id, "response_id")
     if not service.abort(id):
         raise NotStored(f"the response {id[:50]!r} is not being written", "response_id")
@@ -147,6 +149,6 @@ async def cancel(request: Request, service: Served, id: str) -> Response:
 
 
 async def delete(request: Request, id: str) -> Response:
-    """Forget a response."""
+    """Delete a stored response."""
     store_of(request).delete(id)
     return JSON(DeletedResponse(id, "response", True))

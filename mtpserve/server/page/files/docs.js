@@ -95,41 +95,20 @@ function answersOf(responses) {
   });
 }
 
-// What a person can run; braces in an address mean something to curl.
-function command(method, path, told) {
-  const base = new URL(".", location.href).href.replace(/\/$/, ""), schema = told.requestBody?.content[JSON_TYPE]?.schema;
-  const example = schema && exampleOf(schema);
-  const address = base + path.replace(/\{(\w+)\}/g, (_, name) => name.toUpperCase());
-  const words = [method === "delete" ? "curl -X DELETE" : method === "post" && example === undefined ? "curl -X POST" : "curl", `'${address}'`];
-  const more = key() ? ["-H \"Authorization: Bearer $MTPSERVE_API_KEY\""] : [];
-  if (example !== undefined) more.push("-H 'Content-Type: application/json'", `-d '${JSON.stringify(example).replaceAll("'", "'\\''")}'`);
-  return [words.join(" "), ...more].join(" \\\n  ");
-}
-
-function curl(method, path, told) {
-  const title = make("div", undefined, "copied"), button = make("button", "Copy"), code = make("pre", command(method, path, told));
-  button.setAttribute("aria-label", `Copy the curl command of ${method.toUpperCase()} ${path}`);
-  button.addEventListener("click", () => copy(code.textContent, button));
-  title.append(make("h3", "With curl"), button);
-  return [title, code];
-}
-
-// Its first words are the summary's.
-const firstOf = (told) => told.description.split(/(?<=[.:;])\s/)[0];
-
 function details(method, path, told) {
-  const parts = firstOf(told) === told.description ? [] : [make("p", told.description)], schema = told.requestBody?.content[JSON_TYPE]?.schema;
+  const more = told.description.slice(told.summary.length).replace(/^[.:;]\s*/, ""), schema = schemaOf(told);
+  const parts = [...(more ? [make("p", told.description)] : []), ...trial(method, path, told)];
   if (told.parameters) parts.push(make("h3", "Parameters"), table(["Name", "Type", "Bounds", "Default", "Where"], told.parameters.map((each) => {
     const [called, type, bounds, value] = row(each.name, each.schema, each.required);
     return [called, type, bounds, value, `in the ${each.in}`];
   })));
   if (schema) parts.push(...bodyOf(schema));
-  return [...parts, make("h3", "Answers"), ...answersOf(told.responses), ...curl(method, path, told)];
+  return [...parts, make("h3", "Answers"), ...answersOf(told.responses)];
 }
 
 // Words by which a route is found: its own, and the names of its fields.
 function words(method, path, told) {
-  const schema = told.requestBody?.content[JSON_TYPE]?.schema, names = (told.parameters || []).map((each) => each.name);
+  const schema = schemaOf(told), names = (told.parameters || []).map((each) => each.name);
   for (const [, each] of schema ? objects(schema) : []) names.push(...Object.keys(each.properties));
   return [method, path, told.description, ...names].join(" ").toLowerCase();
 }
@@ -137,7 +116,7 @@ function words(method, path, told) {
 const ROUTES = [];  // [box, words]
 
 function route(method, path, told) {
-  const title = [make("code", method.toUpperCase(), `method ${method}`), make("code", path, "path"), make("span", firstOf(told).replace(/[.:;]$/, ""), "note")];
+  const title = [make("code", method.toUpperCase(), `method ${method}`), make("code", path, "path"), make("span", told.summary, "note")];
   const box = folded(title, () => details(method, path, told), "route");
   box.id = method + path;
   box.addEventListener("toggle", () => { if (box.open) history.replaceState(null, "", "#" + box.id); });
@@ -179,6 +158,7 @@ async function load() {
   try {
     const answer = await ask("openapi.json", {});
     if (answer.status === 401) return;
+    if (answer.status === 503) setTimeout(load, 1000);  // the model loads
     if (!answer.ok) throw new Error(await reason(answer));
     show(await answer.json());
     $("routes").setAttribute("aria-busy", "false");
@@ -190,5 +170,5 @@ async function load() {
 
 $("filter").addEventListener("input", filter);
 window.addEventListener("hashchange", linked);
-withKey(load);
+withKey(() => { if (!ROUTES.length) load(); });  // requests that were being written stay
 load();
