@@ -27,7 +27,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
 
-.PHONY: help install serve test test-all check docs dist format sanitize bench gpu report snapshot clean
+.PHONY: help install serve test test-all check docs dist format sanitize bench gpu report snapshot pictures clean
 .NOTPARALLEL: # two installations at once would meet in .venv
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make format    let ruff and clang-format format and fix"
 	@echo "make sanitize  the tests of the CPU's kernels with the address and undefined-behaviour sanitizers"
 	@echo "make snapshot  write the command line's and the package's surface into tests/house/cli_options.txt and docs/"
+	@echo "make pictures  draw the pictures of the page in docs/ again, in the Chromium that is installed"
 	@echo "make clean     remove .venv and the tools' caches"
 
 install: $(VENV)/.dev
@@ -123,6 +124,10 @@ report: $(VENV)/.bench
 
 snapshot: $(VENV)/.test
 	$(BIN)/python -m tests.house.surface
+
+# A browser draws them, and a test fails where they are older than the page.
+pictures: $(VENV)/.test
+	MTPSERVE_SCREENSHOTS=1 $(BIN)/pytest --all --numprocesses 1 $(wildcard tests/server/test_page_*.py)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info

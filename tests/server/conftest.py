@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,22 @@ from fastapi import FastAPI, routing
 
 from mtpserve.server.app import create_app
 from mtpserve.text.tokenizer import Tokenizer
+from tests.server import pictures
 from tests.server.browsing import browser, chromium, demo, opened  # noqa: F401 (fixtures)
 from tests.server.fake_client import FakeClient
 from tests.text import tiny
 
 # Most tests make an app. What FastAPI reads in the signatures of its endpoints is the same for each, and three quarters of its time.
 routing.get_dependant = cache(routing.get_dependant)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def noted_pictures() -> Iterator[None]:
+    """With MTPSERVE_SCREENSHOTS=1 tests write pictures into docs/: notes of which page they are."""
+    began = time.time()
+    yield
+    if os.environ.get("MTPSERVE_SCREENSHOTS"):
+        pictures.record(began)
 
 
 @pytest.fixture(scope="session")
