@@ -33,7 +33,7 @@ function show(state, at) {
   const share = now.pages_total > 0 ? now.pages_used / now.pages_total : 0;
 
   say("length", length === null ? "–" : length.toFixed(2));
-  say("length-note", length === null ? "no drafts yet" : recent ? `last 10 s · ${lifetime.toFixed(2)} since start` : "since start");
+  say("length-note", state.speculative_steps === 0 ? "plain decoding: no drafts" : length === null ? "no drafts yet" : recent ? `last 10 s · ${lifetime.toFixed(2)} since start` : "since start");
   say("rate", rate < 10 ? rate.toFixed(1) : whole(rate));
   say("rate-note", "last 10 s");
   say("waiting", whole(now.waiting));
@@ -49,15 +49,15 @@ function show(state, at) {
   tiers(state.tiers);
   engines(state.engines);
   const totals = [["Prompt tokens", whole(now.prompt_tokens_total)], ["Generated tokens", whole(now.generation_tokens_total)], ["Engine steps", whole(now.steps_total)],
-    ["Steps with drafts, all requests", whole(now.drafts_total)], ["Preemptions (paused for memory)", whole(now.preemptions_total)], ["Failed requests", whole(now.failed_requests_total)]];
+    ...(state.speculative_steps ? [["Steps with drafts, all requests", whole(now.drafts_total)]] : []), ["Preemptions (paused for memory)", whole(now.preemptions_total)], ["Failed requests", whole(now.failed_requests_total)]];
   $("totals").tBodies[0].replaceChildren(...totals.map(([head, cell]) => row(head, [cell])));
 }
 
 // Of the drafts at a position, those that were accepted; a tree has several drafts at one.
 function positions(state, now, then) {
+  $("positions-panel").hidden = $("trees-panel").hidden = state.speculative_steps === 0;
   $("positions").hidden = now.drafts_total === 0;
   $("positions-empty").hidden = now.drafts_total > 0;
-  if (state.speculative_steps === 0) say("positions-empty", "Plain decoding: this server does not draft. See --speculative-algorithm.");
   const reached = Math.max(state.speculative_steps, now.draft_tokens_per_position.findLastIndex((count) => count > 0) + 1);
   const since = (list, i) => then ? (now[list][i] || 0) - (then[list][i] || 0) : 0;
   const rows = now.accepted_tokens_per_position.slice(0, reached).map((count, i) => {
@@ -176,7 +176,7 @@ function engines(all) {
 // -------------------------------------------------------------------------------------------- where panels stand
 
 const COLUMN = 340, GAP = 10, WASTE = 40, PHONE = matchMedia("(max-width: 480px)");
-let placed = { key: "", columns: [] };  // the column of each panel that is seen
+let placed = { key: "", columns: [], many: 0 };  // the column of each panel that is seen
 
 // A panel's height without what it was stretched by.
 function natural(panel) {
@@ -211,19 +211,31 @@ function packed(heights, many) {
   return best;
 }
 
+// As many columns as there is room for, or fewer where that leaves much less room empty.
+function arranged(heights, room) {
+  let best = null, least = Infinity;
+  for (let many = Math.min(heights.length, room); many > 1; many -= 1) {
+    const columns = packed(heights, many), all = tall(heights, columns, many), share = waste(all) / Math.max(...all) + 0.15 * (room - many);
+    if (share < least) { best = { columns, many }; least = share; }
+  }
+  return best;
+}
+
 // Panels stay where they are until another place is much better. What is left below a column is shared by its panels.
 function settle() {
-  const side = $("side"), panels = [...side.children].filter((panel) => !panel.hidden), many = Math.min(panels.length, Math.floor((side.clientWidth + GAP) / (COLUMN + GAP)));
-  side.classList.toggle("settled", many > 1);
-  if (many < 2) {
+  const side = $("side"), panels = [...side.children].filter((panel) => !panel.hidden), room = Math.floor((side.clientWidth + GAP) / (COLUMN + GAP));
+  side.classList.toggle("settled", room > 1 && panels.length > 1);
+  if (room < 2 || panels.length < 2) {
     for (const panel of panels) panel.style.gridArea = "";
     side.style.gridTemplateColumns = "";
     placed.key = "";
     return;
   }
+  const heights = panels.map(natural), key = [room, ...panels.map((panel) => panel.querySelector("h2").textContent + panel.open)].join(), better = arranged(heights, room);
+  const left = ({ columns, many }) => waste(tall(heights, columns, many));
+  if (key !== placed.key || left(placed) > left(better) + WASTE) placed = { key, ...better };
+  const { many } = placed;
   side.style.gridTemplateColumns = `repeat(${many}, minmax(0, 1fr))`;
-  const heights = panels.map(natural), key = [many, ...panels.map((panel) => panel.querySelector("h2").textContent + panel.open)].join();
-  if (key !== placed.key || waste(tall(heights, placed.columns, many)) > waste(tall(heights, packed(heights, many), many)) + WASTE) placed = { key, columns: packed(heights, many) };
   const all = tall(heights, placed.columns, many), most = Math.max(...all), below = Array(many).fill(1);
   panels.forEach((panel, i) => {
     const at = placed.columns[i], mates = placed.columns.filter((each) => each === at).length, last = placed.columns.lastIndexOf(at) === i;
