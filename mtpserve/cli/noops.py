@@ -75,6 +75,8 @@ VALUES = {
     "the order of their files",
     "threads-batch": "all steps have --cpu-threads",
     "batch-size": "a step has at most --chunked-prefill-size tokens",
+    "collect-detailed-traces trace-level trace-modules": "a trace has spans for queue, prompt and decoding, "
+    "see --otlp-traces-endpoint",
 }
 LIMITED = {
     "chat-template-content-format": NoOp(

@@ -16,8 +16,6 @@ ADVICE = {  # names of one advice with blanks between them
     "base-gpu-id gpu-id-step": "set CUDA_VISIBLE_DEVICES in the environment",
     "bucket-time-to-first-token bucket-inter-token-latency bucket-e2e-request-latency": f"histograms have "
     f"fixed buckets: {LEAVE}",
-    "collect-detailed-traces otlp-traces-endpoint enable-trace": f"there are no traces, see /metrics and "
-    f"--record-steps: {LEAVE}",
     "cuda-graph-bs cuda-graph-bs-decode cudagraph-capture-sizes": "give the largest batch with "
     "--cuda-graph-max-bs",
     "decode-log-interval": "use --log-interval, which is in seconds",

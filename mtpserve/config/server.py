@@ -11,6 +11,9 @@ from mtpserve.config.options import check, option
 from mtpserve.core.logs import LOG_FORMATS
 from mtpserve.core.sampling import MAX_COUNT, MAX_LOGPROBS
 
+TRACES_ENDPOINT = "localhost:4317"
+# host:port, or a URL
+ENDPOINT = re.compile(r"((https?|grpcs?)://)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/\S*)?", re.ASCII)
 ROOT_PATH = re.compile(r"(/[\w.~%-]+)+", re.ASCII)
 DIALECTS = ("sglang", "vllm")  # whose names for metrics can be offered too
 
@@ -120,6 +123,14 @@ class ServerConfig:
     metrics_compat: str | None = option(
         None, "offer the metrics under the names of these engines too: sglang, vllm, or sglang,vllm"
     )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "send a trace of each request to this OpenTelemetry collector, like http://localhost:4317; needs "
+        "pip install 'mtpserve[otlp]'",
+    )
+    enable_trace: bool = option(
+        False, f"send traces, to {TRACES_ENDPOINT} unless --otlp-traces-endpoint names another collector"
+    )
     profile_dir: str | None = option(
         None,
         "directory for the traces of /start_profile (default: VLLM_TORCH_PROFILER_DIR or "
@@ -170,6 +181,13 @@ class ServerConfig:
             self.metrics_compat is None or bool(self.dialects)
         )
         check(is_valid, "metrics_compat", self.metrics_compat, "sglang, vllm or sglang,vllm")
+        endpoint = self.otlp_traces_endpoint
+        check(
+            endpoint is None or bool(ENDPOINT.fullmatch(endpoint)),
+            "otlp_traces_endpoint",
+            endpoint,
+            "host:port, or a URL that begins with http, https, grpc or grpcs",
+        )
         check(self.max_request_bytes >= 1, "max_request_bytes", self.max_request_bytes, "at least 1")
         check(
             self.sse_keep_alive_interval >= 0,
@@ -213,6 +231,11 @@ class ServerConfig:
             values = None
         check(isinstance(values, dict), "default_chat_template_kwargs", text, "a JSON object")
         return dict(values)
+
+    @property
+    def traces_endpoint(self) -> str | None:
+        """The collector that gets traces. None: none are sent."""
+        return self.otlp_traces_endpoint or (TRACES_ENDPOINT if self.enable_trace else None)
 
     @property
     def dialects(self) -> tuple[str, ...]:

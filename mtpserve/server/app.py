@@ -27,6 +27,7 @@ from mtpserve.server.http.limits import BodyLimit
 from mtpserve.server.http.rendering import JSON, REFERENCE, described
 from mtpserve.server.observe.history import HistoryObject
 from mtpserve.server.observe.metrics import Metrics
+from mtpserve.server.observe.tracing import TraceContext, Tracing, tracing_of
 from mtpserve.server.openai.chat import chat
 from mtpserve.server.openai.completions import completions
 from mtpserve.server.openai.objects import ChatObject, CompletionObject
@@ -167,6 +168,25 @@ def summary_of(endpoint: Callable[..., Any]) -> str:
     return re.split(r"(?<=[.:;])\s", endpoint.__doc__ or "", maxsplit=1)[0].rstrip(".:;")
 
 
+def add_middleware(app: FastAPI, config: ServerConfig, tracing: Tracing | None) -> None:
+    # The last one is the outermost: even a refusal has an id, and a browser may read it.
+    app.add_middleware(BodyLimit, limit=config.max_request_bytes)
+    app.add_middleware(SocketOrigins, allowed=config.allowed_origins)
+    app.add_middleware(Keys, keys=config.api_key, admin_keys=config.admin_api_key)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),  # libraries send names of their own, and more of them with each version
+            expose_headers=EXPOSED_HEADERS,
+        )
+    if tracing is not None:
+        app.add_middleware(TraceContext, tracing=tracing)
+    app.add_middleware(RequestLog)
+    app.add_middleware(RootPath, root=config.root_path)
+
+
 def create_app(
     client: EngineClient,
     tokenizer: Tokenizer,
@@ -183,24 +203,20 @@ def create_app(
     app.servers = [{"url": config.root_path}] if config.root_path else []
     metrics = Metrics(client, config.dialects)
     defaults, formats = default_variables(config, tokenizer), formats_of(config, client.card, tokenizer)
+    tracing = tracing_of(config, client.card.name)
     app.state.service = Service(
-        client, tokenizer, metrics, int(time()), engine_config or EngineConfig(), config, defaults, formats
+        client,
+        tokenizer,
+        metrics,
+        int(time()),
+        engine_config or EngineConfig(),
+        config,
+        defaults,
+        formats,
+        tracing,
     )
     app.state.responses = ResponseStore()
-    # The last one is the outermost: even a refusal has an id, and a browser may read it.
-    app.add_middleware(BodyLimit, limit=config.max_request_bytes)
-    app.add_middleware(SocketOrigins, allowed=config.allowed_origins)
-    app.add_middleware(Keys, keys=config.api_key, admin_keys=config.admin_api_key)
-    if config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.allowed_origins,
-            allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("*",),  # libraries send names of their own, and more of them with each version
-            expose_headers=EXPOSED_HEADERS,
-        )
-    app.add_middleware(RequestLog)
-    app.add_middleware(RootPath, root=config.root_path)
+    add_middleware(app, config, tracing)
     add_error_handlers(app)
     app.add_api_websocket_route("/v1/responses", responses_socket)
     app.add_api_websocket_route("/{path:path}", no_socket)

@@ -47,6 +47,7 @@ from mtpserve.server.http.access import with_keys
 from mtpserve.server.http.errors import error_response
 from mtpserve.server.http.limits import BoundedHTTP, BoundedSocket
 from mtpserve.server.observe.report import report
+from mtpserve.server.observe.tracing import require_tracing
 from mtpserve.server.page.page import page_response
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def serve(
     for library in ("uvicorn", "httpx", "httpx2"):  # the hub's library logs its every request
         logging.getLogger(library).setLevel(logging.WARNING)
     server = with_keys(server)
+    require_tracing(server)  # before a model is loaded
     if not (server.api_key or server.ssl_ca_certs or is_loopback(server.host)):
         log.warning("listening on %s without --api-key: every client that reaches it may use it", server.host)
     with (
@@ -246,6 +248,8 @@ class Launch:
         finally:
             reporting.cancel()
             keeping.cancel()
+            if service.tracing is not None:
+                await asyncio.to_thread(service.tracing.close)
 
     async def _drained(self, client: Replicas, service: Service) -> None:
         """Routers are told first: they ask /health every few seconds, and until then send a request again to

@@ -156,7 +156,7 @@ def test_members_may_be_objects_lists_and_texts() -> None:
         (["--modle", "x"], ["--modle", "did you mean", "--model"]),
         (["--max-running", "8"], ["unknown option --max-running; did you mean --max-running-requests?"]),
         (["--speculative-al", "MTP"], ["unknown option --speculative-al; did you mean --speculative-algo"]),
-        (["--otlp", "x"], ["unknown option --otlp (see"]),
+        (["--otlp", "x"], ["unknown option --otlp; did you mean --otlp-traces-endpoint?"]),
         (["--port", "many"], ["--port", "whole number", "'many'"]),
         (["--port", "70000"], ["--port", "70000"]),
         (["--port"], ["--port", "expected one argument"]),

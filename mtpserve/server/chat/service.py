@@ -33,7 +33,8 @@ from mtpserve.server.chat.template_needs import Needs, needs_of
 from mtpserve.server.http.errors import ContextLengthExceeded, ModelNotFound
 from mtpserve.server.observe.history import RecentHistory
 from mtpserve.server.observe.metrics import Metrics
-from mtpserve.server.observe.observed import ROUTE, RequestClock
+from mtpserve.server.observe.observed import ROUTE, RequestClock, RequestObserver
+from mtpserve.server.observe.tracing import Tracing
 from mtpserve.server.schema.kv_transfer import Handover, TransferFields, handover_of
 from mtpserve.text.control import RenderedChat
 from mtpserve.text.detokenizer import Detokenizer, Stops
@@ -61,6 +62,7 @@ class Service:
     # variables of the chat template where a request has none
     template_defaults: dict[str, Any] = field(default_factory=dict)
     formats: Formats = field(default_factory=Formats)
+    tracing: Tracing | None = None
     leaving: bool = False  # routers are to send new requests elsewhere; what comes is still served
     draining: bool = False
     history: RecentHistory = field(init=False)
@@ -291,12 +293,12 @@ class Service:
             outcome = reader.finish.value
         except StopAsyncIteration:
             outcome = "error"
-            raise RequestFailed("the engine ended the request without a reason") from None
-        except (InvalidRequest, EngineBusy):
-            outcome = "rejected"
-            raise
-        except MTPServeError:
-            outcome = "error"
+            failure = RequestFailed("the engine ended the request without a reason")
+            clock.fail(failure)
+            raise failure from None
+        except MTPServeError as error:
+            outcome = "rejected" if isinstance(error, InvalidRequest | EngineBusy) else "error"
+            clock.fail(error)
             raise
         finally:
             self.client.abort(request.id)
@@ -310,9 +312,11 @@ class Service:
             raise InvalidRequest(
                 f"the id {request.id.rpartition('-')[0]!r} is that of another request that still runs", "rid"
             )
-        clock = RequestClock(
-            self.metrics.observers, request, arrival, streaming, self.client.where, ROUTE.get()
-        )
+        route = ROUTE.get()
+        observers: Sequence[RequestObserver] = self.metrics.observers
+        if self.tracing is not None:
+            observers = [*observers, self.tracing.request(route)]
+        clock = RequestClock(observers, request, arrival, streaming, self.client.where, route)
         self._live[request.id] = clock
         self._log(request)
         return clock

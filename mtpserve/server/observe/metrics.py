@@ -152,6 +152,17 @@ class MTPServe(Observer):
             self._prompt.observe(observed.times.prompt)
 
 
+def acceptance_of(observed: Observed) -> dict[str, float]:
+    """What became of a request's drafts, named as the metrics are."""
+    drafts, accepted = observed.verifications, observed.accepted_tokens
+    values: dict[str, float] = {
+        "spec.drafts": drafts,
+        "spec.draft_tokens": observed.proposed_tokens,
+        "spec.accepted_tokens": accepted,
+    }
+    return values | {"spec.accept_length": 1 + accepted / drafts} if drafts > 0 else values
+
+
 def bonus_tokens(stats: EngineStats) -> Row:
     verified = sum(tokens * count for tokens, count in enumerate(stats.accept_lengths, 1))
     help = "Tokens that the model itself added in verifications."

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from time import monotonic, perf_counter
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -21,6 +21,7 @@ from mtpserve.core.request import FirstTokenTimes, ModelCard, Request
 from mtpserve.core.stats.engine_stats import METRICS, EngineStats
 from mtpserve.core.stats.metric import Kind, Metric as Entry, Series
 from mtpserve.core.stats.reports import EngineState
+from mtpserve.server.http.redaction import redacted
 from mtpserve.server.observe.histogram import LoopHistogram
 
 # route of this context's request; "": it came by none
@@ -48,6 +49,8 @@ class Observed:
     accepted_tokens: int = 0  # that are in the text
     outcome: str = "abort"
     seconds: float = 0.0  # from arrival to the end
+    error_type: str = ""  # the exception's class, where the outcome is an error or a refusal
+    error: str = ""  # its text, without texts of the client
 
     @property
     def finished(self) -> bool:
@@ -64,13 +67,23 @@ class Observed:
         return self.decoding / (self.tokens - 1) if self.tokens > 1 else None
 
 
+class RequestObserver(Protocol):
+    """Who is told of a request while it runs: see Observer."""
+
+    def first_token(self, seconds: float, engine: int) -> None: ...
+
+    def step(self, seconds: float, tokens: int, engine: int) -> None: ...
+
+    def end(self, observed: Observed) -> None: ...
+
+
 class RequestClock:
     """Times one request. `arrival` is perf_counter's; `where` gives the engine that has the request; `route`
     is the one it came by."""
 
     def __init__(
         self,
-        observers: Sequence[Observer],
+        observers: Sequence[RequestObserver],
         request: Request,
         arrival: float,
         streaming: bool,
@@ -108,6 +121,10 @@ class RequestClock:
         self.observed.verifications += 1
         self.observed.proposed_tokens += proposed
         self.observed.accepted_tokens += accepted
+
+    def fail(self, error: Exception) -> None:
+        """Notes what the request ends with; `end` follows."""
+        self.observed.error_type, self.observed.error = type(error).__name__, redacted(str(error))
 
     def end(self, outcome: str) -> None:
         self.observed.outcome = outcome
