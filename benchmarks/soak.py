@@ -139,7 +139,10 @@ async def drive(url: str, pids: list[int], warm_up: int, total: int, at_once: in
         watching.cancel()
         for _ in range(50):
             text = (await client.get("/metrics")).text
-            metrics = {name: float(value) for name, value in re.findall(r"^(mtpserve_\w+) ([\d.e+]+)$", text, re.MULTILINE)}
+            metrics = {
+                name: float(value)
+                for name, value in re.findall(r"^(mtpserve_\w+)\{model_name=\"[^\"]*\"\} ([\d.e+]+)$", text, re.MULTILINE)
+            }
             if metrics["mtpserve_requests_running"] == metrics["mtpserve_kv_pages_used"] == metrics["mtpserve_requests_waiting"] == 0:
                 break
             await asyncio.sleep(0.2)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -143,7 +144,8 @@ async def life(
 async def settled(client: httpx.AsyncClient, seen: Counter[str]) -> list[str]:
     """Idle: no page is held."""
     for _ in range(50):
-        lines = (await client.get("/metrics")).text.splitlines()
+        text = re.sub(r'\{model_name="[^"]*"\}|,?model_name="[^"]*",?', "", (await client.get("/metrics")).text)
+        lines = text.splitlines()
         metrics = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("mtpserve_")}
         if metrics["mtpserve_kv_pages_used"] == metrics["mtpserve_requests_running"] == 0:
             for name in metrics:

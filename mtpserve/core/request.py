@@ -103,8 +103,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, where the request wants them
     prompt_logprobs: list[TokenLogprob] | None = None  # for the next prompt tokens, from the second on
     times: FirstTokenTimes | None = None  # with the first token
-    # with the first token: prompt tokens that were not computed for this request, but found in the prefix
-    # cache
+    # with the first token: prompt tokens from the prefix cache, not computed for this request
     num_cached_tokens: int = 0
     # with `finish`: its prompt's pages, where the request wants them kept for another node
     offer: PageOffer | None = None
@@ -120,8 +119,7 @@ class ModelCard:
     eos_ids: tuple[int, ...]
     speculative_steps: int  # 0: plain decoding
     lossy: bool = False  # acceptance thresholds below 1: the output's law is not the model's
-    # the curve by which drafts are accepted: the output means nothing
-    synthetic_acceptance: str | None = None
+    synthetic_acceptance: str | None = None  # the curve by which drafts are accepted: texts mean nothing
     page_size: int = 1  # tokens in one page of the KV pool
     capacity: int | None = None  # requests that may run and wait at once; None: any number
     kernels: str = ""  # what computes, and on which instruction set: identical output is promised on one
@@ -130,4 +128,7 @@ class ModelCard:
     reasoning_parser: str | None = None
     algorithm: str | None = None  # as --speculative-algorithm names it; None: plain decoding
     drafting: str = ""  # what drafts, and why, for people
+    checkpoint: str = ""  # as --model names it
+    device: str = ""  # cpu or cuda
+    weight_format: str = ""  # how the weights are stored here: a dtype, fp8, int4 or int8
     wanted_context: int = 0  # more than `context_length` where the KV pool does not hold that much

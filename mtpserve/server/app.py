@@ -21,7 +21,7 @@ from mtpserve.server.anthropic.messages import CountedTokens, MessageObject, cou
 from mtpserve.server.chat.formats import formats_of
 from mtpserve.server.chat.service import Served, Service
 from mtpserve.server.chat.tools import default_variables
-from mtpserve.server.http.access import Keys, RequestLog, RootPath, SocketOrigins
+from mtpserve.server.http.access import Count, Keys, RequestLog, RootPath, SocketOrigins
 from mtpserve.server.http.errors import ANTHROPICS, AnthropicError, ErrorAnswer, add_error_handlers, no_socket
 from mtpserve.server.http.limits import BodyLimit
 from mtpserve.server.http.rendering import JSON, REFERENCE, described
@@ -168,7 +168,8 @@ def summary_of(endpoint: Callable[..., Any]) -> str:
     return re.split(r"(?<=[.:;])\s", endpoint.__doc__ or "", maxsplit=1)[0].rstrip(".:;")
 
 
-def add_middleware(app: FastAPI, config: ServerConfig, tracing: Tracing | None) -> None:
+def add_middleware(app: FastAPI, config: ServerConfig, tracing: Tracing | None, count: Count) -> None:
+    """`count`: told of every request's route, method and status."""
     # The last one is the outermost: even a refusal has an id, and a browser may read it.
     app.add_middleware(BodyLimit, limit=config.max_request_bytes)
     app.add_middleware(SocketOrigins, allowed=config.allowed_origins)
@@ -183,7 +184,7 @@ def add_middleware(app: FastAPI, config: ServerConfig, tracing: Tracing | None) 
         )
     if tracing is not None:
         app.add_middleware(TraceContext, tracing=tracing)
-    app.add_middleware(RequestLog)
+    app.add_middleware(RequestLog, count=count)
     app.add_middleware(RootPath, root=config.root_path)
 
 
@@ -216,7 +217,7 @@ def create_app(
         tracing,
     )
     app.state.responses = ResponseStore()
-    add_middleware(app, config, tracing)
+    add_middleware(app, config, tracing, metrics.http_request)
     add_error_handlers(app)
     app.add_api_websocket_route("/v1/responses", responses_socket)
     app.add_api_websocket_route("/{path:path}", no_socket)

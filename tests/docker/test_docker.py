@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mtpserve.cli import launch
 from mtpserve.cli.options import parsed_values, settings
 from mtpserve.integrations.engines import checked_settings, values_of
 from mtpserve.server.app import ROUTES, create_app
+from mtpserve.server.observe.metrics import DEPRECATED
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.text import tiny
@@ -259,10 +260,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     client = FakeClient()
     client.engine.stats.draft_tokens_by_source = {"mtp": 1}
     client.engine.stats.accepted_tokens_by_source = {"mtp": 1}
+    client.card = replace(client.card, device="cpu", weight_format="float32")  # empty labels are none
     app = create_app(client, Tokenizer(tiny.write(tmp_path_factory.mktemp("checkpoint"))))
 
     async def ask() -> str:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+            await http.get("/health")
             return (await http.get("/metrics")).text
 
     found: dict[str, set[str]] = {"up": set()}  # Prometheus' own
@@ -276,15 +279,20 @@ def board() -> dict[str, Any]:
     return json.loads((DOCKER / "grafana/mtpserve.json").read_text())  # type: ignore[no-any-return]
 
 
+def panels() -> list[dict[str, Any]]:
+    """Those that draw something: all but the rows between them."""
+    return [panel for panel in board()["panels"] if panel["type"] != "row"]
+
+
 def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load((DOCKER / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
 
 
 def queries() -> list[str]:
-    variables = [each["query"]["query"] for each in board()["templating"]["list"]]
+    variables = [each["query"]["query"] for each in board()["templating"]["list"] if each["type"] == "query"]
     return [
         *(rule["expr"] for rule in rules()),
-        *(target["expr"] for panel in board()["panels"] for target in panel["targets"]),
+        *(target["expr"] for panel in panels() for target in panel["targets"]),
         *variables,
     ]
 
@@ -293,7 +301,7 @@ def metrics(query: str) -> set[str]:
     """Names in a query that are neither functions nor words of the language: what stands in braces, brackets and `by (…)` goes first."""
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"", " ", query)
     bare = re.sub(r"\b(by|without|on|ignoring)\s*\([^)]*\)", " ", bare)
-    bare = re.sub(r"(label_values\(\w+), \w+\)", r"\1)", bare)
+    bare = re.sub(r"(label_values\(\w+) *, \w+\)", r"\1)", bare)
     words = {"and", "or", "unless", "offset", "bool", "group_left", "group_right"}
     return {found[1] for found in re.finditer(r"(?<![\w.$])([a-zA-Z_:][\w:]*)(?!\w*\s*\()", bare)} - words
 
@@ -323,17 +331,40 @@ def test_metrics_in_the_alerts_texts_are_exported(exported: dict[str, set[str]])
     assert set(re.findall(r"--[\w-]+", texts)) <= {name for action in launch.parser()._actions for name in action.option_strings}
 
 
-def test_panels_have_their_own_place_and_the_provisioned_source() -> None:
-    (source,) = yaml.safe_load((DOCKER / "grafana/datasources.yaml").read_text())["datasources"]
-    panels, taken = board()["panels"], set()
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    for panel in panels:
+def test_panels_have_their_own_place_and_say_what_they_show() -> None:
+    taken: set[tuple[int, int]] = set()
+    assert len({panel["id"] for panel in board()["panels"]}) == len(board()["panels"])
+    for panel in board()["panels"]:
         at = panel["gridPos"]
         cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
         assert at["x"] + at["w"] <= 24
         assert not cells & taken, panel["title"]
         taken |= cells
-        assert {panel["datasource"]["uid"], *(target["datasource"]["uid"] for target in panel["targets"])} == {source["uid"]}
+    rows = [panel for panel in board()["panels"] if panel["type"] == "row"]
+    assert len(rows) >= 5 and board()["panels"][0] in rows and not any(row["panels"] or row["collapsed"] for row in rows)
+    for panel in panels():
+        assert re.fullmatch(r"[A-Za-z].{20,}\.", panel["description"]), panel["title"]
+
+
+def test_the_board_asks_which_source_model_and_server_it_shows() -> None:
+    """A uid of this repository's own Prometheus would draw empty panels in any other Grafana."""
+    (source, model, server) = board()["templating"]["list"]
+    assert (source["type"], source["query"], source["name"]) == ("datasource", "prometheus", "datasource")
+    assert [variable["name"] for variable in (model, server)] == ["model_name", "instance"]
+    used = [*panels(), *(target for panel in panels() for target in panel["targets"]), model, server]
+    assert {json.dumps(each["datasource"]) for each in used} == {'{"type": "prometheus", "uid": "${datasource}"}'}
+    for query in (target["expr"] for panel in panels() for target in panel["targets"]):
+        chosen = re.findall(r"(mtpserve_\w+)(\{[^}]*\})?", query)
+        assert all('model_name=~"$model_name", instance=~"$instance"' in labels for _, labels in chosen), query
+
+
+def test_no_query_names_a_deprecated_metric() -> None:
+    older = {f"mtpserve_{name}" for name in DEPRECATED}
+    assert not [query for query in queries() for name in metrics(query) if name.removesuffix("_total") in older]
+
+
+def test_no_alert_needs_a_jobs_name() -> None:
+    assert not [rule["expr"] for rule in rules() if re.search(r"\bjob\s*=", rule["expr"])]
 
 
 def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not() -> None:
@@ -351,7 +382,7 @@ def test_promtool(command: str) -> None:
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: the package prometheus)")
 def test_promtool_understands_every_panel(tmp_path: Path) -> None:
-    exprs = [target["expr"].replace("$__rate_interval", "1m") for panel in board()["panels"] for target in panel["targets"]]
+    exprs = [target["expr"].replace("$__rate_interval", "1m") for panel in panels() for target in panel["targets"]]
     groups = [{"name": "panels", "rules": [{"record": f"panel:{i}", "expr": expr} for i, expr in enumerate(exprs)]}]
     file = tmp_path / "panels.yaml"
     file.write_text(yaml.safe_dump({"groups": groups}))

@@ -53,7 +53,8 @@ def exported() -> Iterable[Metric]:
     stats = client.stats()
     stats.draft_tokens_by_source = stats.accepted_tokens_by_source = {"mtp": 1}
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    MTPServe(registry, lambda: Scrape(stats, Rates(0, 0, 0, 0), client.card, True, client.engines), client.card.name, 1)
+    ours = MTPServe(registry, lambda: Scrape(stats, Rates(0, 0, 0, 0), client.card, True, client.engines), client.card.name, 1)
+    ours.http_request("/health", "GET", 200)
     return registry.collect()
 
 

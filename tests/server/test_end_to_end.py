@@ -18,6 +18,8 @@ import httpx
 import openai
 import pytest
 
+from tests.server.metric_text import without_model
+
 REQUESTS = 200
 
 
@@ -26,7 +28,7 @@ class Running:
         self.process, self.url = process, url
 
     def metric(self, name: str) -> float:
-        found = re.search(rf"^mtpserve_{re.escape(name)} (\S+)$", httpx.get(self.url + "/metrics").text, re.MULTILINE)
+        found = re.search(rf"^mtpserve_{re.escape(name)} (\S+)$", without_model(httpx.get(self.url + "/metrics").text), re.MULTILINE)
         assert found, name
         return float(found[1])
 

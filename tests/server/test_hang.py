@@ -20,6 +20,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.process.hang import children, is_traced, silence, status
 from mtpserve.llm import LLM
 from tests.server.conftest import events
+from tests.server.metric_text import without_model
 from tests.server.test_launch import LONG, ROOT, launched, opened
 from tests.server.test_replicas import SPOKEN, engines, health, run, text
 from tests.server.test_tensor_parallel import running
@@ -44,7 +45,7 @@ def test_a_stopped_engine_is_503_and_its_stacks_are_logged(checkpoint: Path, bus
             assert refused.status_code == 503 and REASON in refused.json()["error"]["message"] and "retry-after" in refused.headers
         for task in streams:
             assert REASON in events(await task)[-1]["error"]["message"]
-        assert 'mtpserve_replica_hangs_total{engine="0"} 1.0' in (await http.get("/metrics")).text
+        assert 'mtpserve_replica_hangs_total{engine="0"} 1.0' in without_model((await http.get("/metrics")).text)
 
     with launched(checkpoint, "--engine-timeout", "1") as server:
         run(server, work)
@@ -81,7 +82,7 @@ def test_neither_slow_steps_nor_a_sleep_of_all_processes_are_a_hang(checkpoint: 
         for pid in family:
             os.kill(pid, signal.SIGCONT)
         text(await running)
-        assert 'mtpserve_replica_hangs_total{engine="0"} 0.0' in (await http.get("/metrics")).text
+        assert 'mtpserve_replica_hangs_total{engine="0"} 0.0' in without_model((await http.get("/metrics")).text)
 
     with launched(checkpoint, "--engine-timeout", "2.5", FAKE_PAUSE="1") as server:
         run(server, work)
@@ -131,7 +132,7 @@ def test_a_hung_rank_is_noticed_as_the_engine_is() -> None:
             answer = await http.post("/v1/completions", json={"prompt": "import os\n", "max_tokens": 40, "temperature": 0})
             assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 40
             async with asyncio.timeout(60):  # the rank has gone on, so that it could write its stacks
-                while 'mtpserve_replica_hangs_total{engine="0"} 1.0' not in (await http.get("/metrics")).text:
+                while 'mtpserve_replica_hangs_total{engine="0"} 1.0' not in without_model((await http.get("/metrics")).text):
                     await asyncio.sleep(0.05)
             answer = await http.post("/v1/completions", json={"prompt": "import os\n", "max_tokens": 4, "temperature": 0})
             assert answer.status_code == 200

@@ -11,6 +11,7 @@ import pytest
 
 from mtpserve.core.stats.engine_stats import DraftHealth
 from tests.server.fake_client import FakeClient
+from tests.server.metric_text import without_model
 
 
 def get(http: httpx.AsyncClient, path: str) -> httpx.Response:
@@ -34,7 +35,7 @@ def test_what_is_known_of_the_draft_model(http: httpx.AsyncClient, client: FakeC
         response = get(http, f"{path}?verbose=true")
         engines = [{"engine": 0, "state": "up", "restarts": 0, "reason": None, "ranks": 1}]
         assert (response.status_code, response.json()) == (200, {"status": "ok", "drafting": told, "engines": engines})
-    values = dict(re.findall(r"^mtpserve_speculative_(faults_total|suspended) (\S+)$", get(http, "/metrics").text, re.MULTILINE))
+    values = dict(re.findall(r"^mtpserve_spec_(faults_total|suspended) (\S+)$", without_model(get(http, "/metrics").text), re.MULTILINE))
     assert float(values["faults_total"]) == told["faults"] and float(values["suspended"]) == (known.state == "suspended")
 
 

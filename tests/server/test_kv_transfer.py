@@ -26,6 +26,7 @@ from mtpserve.server.app import create_app
 from mtpserve.server.schema.kv_transfer import kv_transfer_fields
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
+from tests.server.metric_text import without_model
 from tests.server.test_errors import error, send
 from tests.server.test_launch import free_port
 
@@ -188,7 +189,7 @@ class Node:
         return httpx.post(self.url + route, json=body, timeout=60)
 
     def metric(self, name: str) -> float:
-        found = re.search(rf"^mtpserve_{re.escape(name)} (\S+)$", httpx.get(self.url + "/metrics").text, re.MULTILINE)
+        found = re.search(rf"^mtpserve_{re.escape(name)} (\S+)$", without_model(httpx.get(self.url + "/metrics").text), re.MULTILINE)
         return float(found[1]) if found else 0.0
 
     def eventually(self, name: str, value: float) -> None:

@@ -12,12 +12,15 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mtpserve import __version__
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.server.app import create_app
+from mtpserve.server.observe.metrics import DEPRECATED, Metrics
 from mtpserve.server.observe.observed import Recent
 from mtpserve.server.observe.report import line
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
+from tests.server.metric_text import without_model
 
 
 def scrape(http: httpx.AsyncClient, *requests: dict[str, object]) -> str:
@@ -26,7 +29,7 @@ def scrape(http: httpx.AsyncClient, *requests: dict[str, object]) -> str:
             await http.post("/v1/completions", json=request)
         response = await http.get("/metrics")
         assert response.headers["content-type"].startswith("text/plain")
-        return response.text
+        return without_model(response.text)
 
     return asyncio.run(ask())
 
@@ -79,6 +82,78 @@ def test_counts(http: httpx.AsyncClient, client: FakeClient) -> None:
     assert {name: float(values[name]) for name in expected} == expected
 
 
+def labelled(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Samples of our metrics: name → labels → value."""
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("mtpserve_"):
+                found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def test_every_metric_names_the_model(client: FakeClient, tokenizer: Tokenizer) -> None:
+    client.card = replace(client.card, algorithm="NEXTN", checkpoint="org/name", device="cuda", weight_format="fp8")
+    client.engine.stats.draft_tokens_by_source = client.engine.stats.accepted_tokens_by_source = {"mtp": 1}
+    metrics = Metrics(client)
+    metrics.http_request("/health", "GET", 200)
+    samples = labelled(metrics.text().decode())
+    assert len(samples) > 100
+    assert not [name for name, rows in samples.items() for labels in rows if ("model_name", "fake") not in labels]
+    ((labels, value),) = samples["mtpserve_build_info"].items()
+    described = {"version": __version__, "model": "org/name", "drafter": "NEXTN", "device": "cuda", "format": "fp8", "model_name": "fake"}
+    assert (dict(labels), value) == (described, 1)
+
+
+def test_older_names_have_the_same_values_for_one_release(client: FakeClient) -> None:
+    client.engine.stats.steps_per_depth = [4, 5, 6]
+    client.engine.stats.draft_health.faults_total = 3
+    text = Metrics(client).text().decode()
+    samples = labelled(text)
+    for older, name in DEPRECATED.items():
+        ours = [sample for sample in samples if sample.removesuffix("_total") == f"mtpserve_{older}"]
+        (current,) = [sample for sample in samples if sample.removesuffix("_total") == f"mtpserve_{name}"]
+        assert [samples[sample] for sample in ours] == [samples[current]]
+        assert f"# HELP {ours[0]} Deprecated, gone with the next release: use {current}.\n" in text
+    assert sum(samples["mtpserve_spec_steps_total"].values()) == 15 and list(samples["mtpserve_speculative_faults_total"].values()) == [3]
+    assert not [
+        name for name in samples if "speculative" in name and name.removeprefix("mtpserve_").removesuffix("_total") not in DEPRECATED
+    ]
+
+
+def test_http_requests_are_counted_by_route_and_status(http: httpx.AsyncClient) -> None:
+    async def ask() -> str:
+        for body in ({"prompt": "a", "max_tokens": 2}, {"prompt": "a", "max_tokens": 2, "stream": True}, {"prompt": 5.5}):
+            await http.post("/v1/completions", json=body)
+        await http.post("/v1/completions", json={"model": "other", "prompt": "a"})
+        for method, path in (
+            ("GET", "/v1/models/fake"),
+            ("GET", "/nowhere/1"),
+            ("GET", "/nowhere/2"),
+            ("BREW", "/health"),
+            ("PUT", "/health"),
+        ):
+            await http.request(method, path)
+        http._transport.app.state.service.tokenizer = None  # type: ignore[attr-defined]
+        await http.post("/v1/completions", json={"prompt": "a"})
+        return (await http.get("/metrics")).text
+
+    found = {
+        tuple(dict(labels)[name] for name in ("route", "method", "status")): value
+        for labels, value in labelled(asyncio.run(ask()))["mtpserve_http_requests_total"].items()
+    }
+    assert found == {
+        ("/v1/completions", "POST", "200"): 2,
+        ("/v1/completions", "POST", "400"): 1,
+        ("/v1/completions", "POST", "404"): 1,
+        ("/v1/completions", "POST", "500"): 1,
+        ("/v1/models/{id:path}", "GET", "200"): 1,
+        ("other", "GET", "404"): 2,
+        ("/health", "other", "405"): 1,
+        ("/health", "PUT", "405"): 1,
+    }
+
+
 def values_of(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^mtpserve_(kv_\S+) (\S+)$", text, re.MULTILINE)}
 
@@ -117,7 +192,7 @@ def test_the_linters_rules(http: httpx.AsyncClient) -> None:
         assert re.fullmatch(r"[a-z][a-z0-9_]*", family.name), family.name
         assert family.documentation
         assert family.type in ("counter", "gauge", "histogram")
-        if family.type != "counter":
+        if family.type != "counter" and family.name != "mtpserve_build_info":
             assert not family.name.endswith(("_total", "_count", "_sum", "_bucket", "_info"))
         assert not re.search(r"_(ms|milliseconds|minutes|percent|kilobytes|mb|gauge|counter|histogram)(_|$)", family.name)
         assert all(re.fullmatch(r"[a-z_]+", label) for sample in family.samples for label in sample.labels)
@@ -177,11 +252,11 @@ def test_the_log_line() -> None:
 def test_synthetic_acceptance_is_said_everywhere(client: FakeClient, tokenizer: Tokenizer) -> None:
     client.card = replace(client.card, synthetic_acceptance="glm-5.2-mtp")
     http = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(client, tokenizer)), base_url="http://test")
-    assert "\nmtpserve_synthetic_acceptance 1.0\n" in scrape(http)
+    assert "\nmtpserve_spec_synthetic_acceptance 1.0\n" in scrape(http)
     assert asyncio.run(http.get("/v1/models")).json()["data"][0]["synthetic_acceptance"] == "glm-5.2-mtp"
     assert line(EngineStats(), EngineStats(), 1, "glm-5.2-mtp").endswith("SYNTHETIC ACCEPTANCE glm-5.2-mtp")
 
 
 def test_and_nowhere_without(http: httpx.AsyncClient) -> None:
-    assert "\nmtpserve_synthetic_acceptance 0.0\n" in scrape(http)
+    assert "\nmtpserve_spec_synthetic_acceptance 0.0\n" in scrape(http)
     assert "SYNTHETIC" not in line(EngineStats(), EngineStats(), 1)

@@ -63,8 +63,9 @@ def test_a_counter_in_two_files_and_an_option_in_one(tmp_path: Path) -> None:
     first, *lines = done.stdout.splitlines()
     assert first == "3 2 7"
     expected = {
-        "# HELP mtpserve_probes_total Outcomes.", "# TYPE mtpserve_probes_total counter", "mtpserve_probes_total 3.0",
-        'mtpserve_replica_probes_total{engine="0"} 1.0', 'mtpserve_replica_probes_total{engine="1"} 2.0',
+        "# HELP mtpserve_probes_total Outcomes.", "# TYPE mtpserve_probes_total counter", 'mtpserve_probes_total{model_name="fake"} 3.0',
+        'mtpserve_replica_probes_total{engine="0",model_name="fake"} 1.0',
+        'mtpserve_replica_probes_total{engine="1",model_name="fake"} 2.0',
         'vllm:probes_total{engine="1",model_name="fake"} 2.0',
     }  # fmt: skip
     assert expected <= set(lines)

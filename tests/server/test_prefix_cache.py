@@ -139,10 +139,10 @@ def test_the_metrics(http: httpx.AsyncClient, client: FakeClient) -> None:
         send(http, "POST", "/v1/completions", json={"prompt": PROMPT, "max_tokens": 4})
     values = samples(metrics.text().decode())
     expected = {
-        "mtpserve_cached_prompt_tokens_total{}": 3 * FOUND,
-        "mtpserve_prompt_tokens_total{}": 160,
-        "mtpserve_recent_cached_prompt_ratio{}": 0.6,
-        "mtpserve_kv_pages_cached{}": 2,
+        'mtpserve_cached_prompt_tokens_total{model_name="fake"}': 3 * FOUND,
+        'mtpserve_prompt_tokens_total{model_name="fake"}': 160,
+        'mtpserve_recent_cached_prompt_ratio{model_name="fake"}': 0.6,
+        'mtpserve_kv_pages_cached{model_name="fake"}': 2,
         f"sglang:cache_hit_rate{SGLANG}": 0.6,
         "sglang:cached_tokens_total{" + ",".join(sorted([*SGLANG[1:-1].split(","), 'cache_source="device"'])) + "}": 3 * FOUND,
         f"sglang:kv_evictable_tokens{SGLANG}": FOUND,

@@ -20,6 +20,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from tests.server.metric_text import without_model
 from tests.server.test_launch import Server, free_port, launched
 from tests.server.test_messages import named
 
@@ -69,7 +70,7 @@ def until(done: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def running(server: Server) -> float:
-    found = re.search(r"^mtpserve_requests_running (\S+)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+    found = re.search(r"^mtpserve_requests_running (\S+)$", without_model(httpx.get(f"{server.url}/metrics").text), re.MULTILINE)
     assert found
     return float(found[1])
 

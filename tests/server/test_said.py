@@ -93,7 +93,8 @@ def test_the_access_log_says_why_and_not_what_was_asked(checkpoint: Path) -> Non
          "400 invalid_request_error context_length_exceeded: max_tokens must be below", "200 server_error request_failed: not a finite",
          "200", "400 invalid_request_error "), strict=True,
     ):  # fmt: skip
-        assert line.startswith("127.0.0.1 POST /v1/") and f"completions {reason}" in line, line
+        assert re.match(r"127\.0\.0\.1:\d+ POST /v1/", line) and f"completions {reason}" in line, line
+    assert lines[2].endswith(", got 99999")
     assert lines[4].endswith(" 200")
 
 

@@ -22,6 +22,7 @@ import pytest
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.errors import MTPServeError
 from mtpserve.server.launch import is_loopback, serve
+from tests.server.metric_text import without_model
 from tests.server.test_launch import Server, launched
 
 HEAD = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -46,7 +47,7 @@ def listening(pid: int) -> list[str]:
 
 def until(server: Server, text: str, seconds: float) -> None:
     end = time.monotonic() + seconds
-    while text not in httpx.get(f"{server.url}/metrics").text:
+    while text not in without_model(httpx.get(f"{server.url}/metrics").text):
         assert time.monotonic() < end, text
         time.sleep(0.05)
 

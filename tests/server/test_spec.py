@@ -21,6 +21,7 @@ from mtpserve.server.page.page import PAGE
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.fake_engine import FakeEngine
+from tests.server.metric_text import without_model
 from tests.server.test_errors import error
 
 TEXT = PAGE.html.decode()
@@ -158,20 +159,17 @@ def test_an_engine_that_does_not_answer(http: httpx.AsyncClient, client: FakeCli
 
 def test_metrics(http: httpx.AsyncClient, client: FakeClient) -> None:
     def values() -> dict[str, float]:
-        text = asyncio.run(http.get("/metrics")).text
-        return {
-            name: float(value)
-            for name, value in re.findall(r"^mtpserve_(speculative_(?:depth|trials|steps)\S*) (\S+)$", text, re.MULTILINE)
-        }
+        text = without_model(asyncio.run(http.get("/metrics")).text)
+        return {name: float(value) for name, value in re.findall(r"^mtpserve_(spec_(?:depth|trials|steps)\S*) (\S+)$", text, re.MULTILINE)}
 
     learn(client)
     ask(http, "POST", {"num_steps": 1})
     client.engine.stats.steps_per_depth = [4, 5, 6, 0, 0]
-    steps = {f'speculative_steps_total{{depth="{depth}"}}': 4.0 + depth for depth in range(3)}
-    chosen = {"speculative_depth": 1.0, "speculative_depth_changes_total": 3.0, "speculative_trials_total": 7.0}
+    steps = {f'spec_steps_total{{depth="{depth}"}}': 4.0 + depth for depth in range(3)}
+    chosen = {"spec_depth": 1.0, "spec_depth_changes_total": 3.0, "spec_trials_total": 7.0}
     assert values() == chosen | steps
     client.engine.fix_depth(2)
-    fixed = {"speculative_depth": 2.0, "speculative_depth_changes_total": 0.0, "speculative_trials_total": 0.0}
+    fixed = {"spec_depth": 2.0, "spec_depth_changes_total": 0.0, "spec_trials_total": 0.0}
     assert values() == fixed | steps
 
 

@@ -157,13 +157,13 @@ class EngineStats:
         first_depths,
         Series(
             "counter",
-            "speculative_depth_changes",
+            "spec_depth_changes",
             "Times that another depth was chosen.",
             lambda depths: 0 if depths is None else depths.changes_total,
         ),
         Series(
             "counter",
-            "speculative_trials",
+            "spec_trials",
             "Steps that tried another depth, to learn what it gives.",
             lambda depths: 0 if depths is None else depths.trials_total,
         ),
@@ -173,7 +173,7 @@ class EngineStats:
         worst_health,
         Series(
             "counter",
-            "speculative_faults",
+            "spec_faults",
             "Times that the draft model was found at fault, at start and while serving.",
             lambda health: health.faults_total,
         ),
@@ -208,7 +208,7 @@ class EngineStats:
     )
     step_tokens_total: int = counter()  # tokens of all these steps
     steps_per_depth: list[int] = counter(  # [n]: steps that drafted n deep
-        "speculative_steps",
+        "spec_steps",
         "Steps with decoding requests, by how deep they drafted for the next one.",
         list,
         label="depth",

@@ -187,6 +187,12 @@ def log_plan(engine_plan: Plan, computed: str) -> None:
     log.log(logging.WARNING if engine_plan.left_out else level, "drafter: %s", engine_plan.drafting)
 
 
+def format_of(engine_plan: Plan) -> str:
+    """How the trunk's matrices are stored, in a word."""
+    storage, dtype = engine_plan.storage, str(engine_plan.dtype).removeprefix("torch.")
+    return "int8" if storage.int8 else "+".join(sorted(storage.kinds)) or dtype
+
+
 def size_of(memory: MemoryPlan, what: str) -> int:
     """Bytes of the rows whose names begin with `what`."""
     return sum(size for name, size in memory.rows if name.startswith(what))
@@ -356,6 +362,9 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
         reasoning_parser=family.reasoning_parser,
         algorithm=(spec.speculative_algorithm or "").upper() if spec.parts else None,
         drafting=engine_plan.drafting,
+        checkpoint=config.model.model,
+        device=device.type,
+        weight_format=format_of(engine_plan),
     )
     if engine.context_length < memory.context_length and config.replica == 0:
         log.warning(

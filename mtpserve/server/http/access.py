@@ -12,7 +12,7 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -38,6 +38,7 @@ CHANGED = frozenset({"/v1/spec"})  # these too, where they are not only read
 QUIET = PROBES | {"/metrics", "/stats", "/stats/history", "/stats/requests"} | CHANGED
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_LOGGED = 200
+Count = Callable[[str, str, int], None]
 SWITCHED = 101  # the status of an accepted WebSocket
 
 
@@ -167,8 +168,9 @@ class RequestLog:
     """ASGI middleware: X-Request-Id in, or a new one, and out again, as Anthropic's `request-id` too; a line
     in the log for each request."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, count: Count = lambda route, method, status: None) -> None:
+        """`count`: called when a request has ended, with its route's path ("": none), method and status."""
+        self.app, self._count = app, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -200,6 +202,7 @@ class RequestLog:
         try:
             await self.app(scope, receive, named)
         finally:
+            self._count(getattr(scope.get("route"), "path", ""), method_of(scope), status)
             log_access(scope, status, perf_counter() - start, id)
 
 

@@ -8,13 +8,15 @@ app. Peers' names are in dialects.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from mtpserve import __version__
 from mtpserve.core.protocols.clients import EngineClient
+from mtpserve.core.request import ModelCard
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import EngineState
 from mtpserve.server.observe.buckets import (
@@ -39,6 +41,20 @@ LATENCIES = {  # what the page has percentiles of
     "between_tokens": "inter_token_latency_seconds",
     "whole_request": "e2e_request_latency_seconds",
 }
+
+
+# Names of 0.1 → the ones that they have now. Exported until the next release.
+DEPRECATED = {
+    "speculative_depth_changes": "spec_depth_changes",
+    "speculative_trials": "spec_trials",
+    "speculative_faults": "spec_faults",
+    "speculative_steps": "spec_steps",
+    "speculative_depth": "spec_depth",
+    "speculative_suspended": "spec_suspended",
+    "synthetic_acceptance": "spec_synthetic_acceptance",
+}
+# HTTP methods that requests are counted by; others are "other", since a client may send any word
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "WEBSOCKET"})
 
 
 # What an engine's statistics do not say.
@@ -91,7 +107,7 @@ class MTPServe(Observer):
     def __init__(
         self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str, engines: int
     ) -> None:
-        super().__init__(registry, scrape, {})
+        super().__init__(registry, scrape, {"model_name": model})
         self._first = self.histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
         )
@@ -117,13 +133,44 @@ class MTPServe(Observer):
         self._plain = self.counter(
             "spec_disabled_requests", "Requests without drafts, by why: asked for none.", reason=("request",)
         )
+        self._http = self.counter(
+            "http_requests",
+            "HTTP requests by the route's path, method and status; other: no route has the path.",
+            route=(),
+            method=(),
+            status=(),
+        )
+
+    def http_request(self, route: str, method: str, status: int) -> None:
+        """`route`: its path, as routes are written; "": the request's path has none."""
+        self._http(route or "other", method if method in METHODS else "other", str(status)).inc()
 
     def families(self, now: Scrape) -> Iterable[Metric]:
-        """All metrics in the order of docs/operating.md: single values, values with labels, engines."""
+        """All metrics in the order of docs/operating.md, then those that have an older name once more."""
+        by_name: dict[str, Metric] = {}
+        for metric in self._families(now):
+            by_name[metric.name] = metric
+            yield metric
+        for older, name in DEPRECATED.items():
+            yield renamed(by_name[self.prefix + name], self.prefix + older)
+
+    def _families(self, now: Scrape) -> Iterator[Metric]:
+        """Single values, values with labels, engines."""
         steps, stats_rows = now.card.speculative_steps, [((), now.stats)]
         yield from self.rows([], [("engine_up", "1 while an engine takes requests.", float(now.alive))])
         yield from self.of_stats(lambda entry: entry.series if entry.is_single else (), stats_rows, steps)
         yield from self.rows([bonus_tokens(now.stats)], gauges(now))
+        yield self.family(
+            GaugeMetricFamily,
+            "build_info",
+            "1, with the server's version and what it serves as labels.",
+            [(build_of(now.card), 1)],
+            "version",
+            "model",
+            "drafter",
+            "device",
+            "format",
+        )
         yield self.family(
             GaugeMetricFamily,
             "spec_algorithm",
@@ -150,6 +197,27 @@ class MTPServe(Observer):
         if observed.times is not None:
             self._queue.observe(observed.times.queued)
             self._prompt.observe(observed.times.prompt)
+
+
+def build_of(card: ModelCard) -> tuple[str, ...]:
+    """Values of build_info's labels."""
+    return (
+        __version__,
+        card.checkpoint or card.name,
+        card.algorithm or "none",
+        card.device,
+        card.weight_format,
+    )
+
+
+def renamed(metric: Metric, name: str) -> Metric:
+    """The same series under an older name."""
+    current = f"{metric.name}_total" if metric.type == "counter" else metric.name
+    copy = Metric(name, f"Deprecated, gone with the next release: use {current}.", metric.type)
+    copy.samples = [
+        sample._replace(name=name + sample.name.removeprefix(metric.name)) for sample in metric.samples
+    ]
+    return copy
 
 
 def acceptance_of(observed: Observed) -> dict[str, float]:
@@ -188,12 +256,12 @@ def gauges(now: Scrape) -> list[Row]:
         ),
         ("spec_num_steps", "Depth of the deepest drafts; 0: plain decoding.", card.speculative_steps),
         (
-            "speculative_depth",
+            "spec_depth",
             "Depth of the last choice.",
             card.speculative_steps if stats.depths is None else stats.depths.depth,
         ),
         (
-            "speculative_suspended",
+            "spec_suspended",
             "1 while drafting is off since the draft model is at fault.",
             stats.draft_health.state == "suspended",
         ),
@@ -203,7 +271,7 @@ def gauges(now: Scrape) -> list[Row]:
             float(card.lossy),
         ),
         (
-            "synthetic_acceptance",
+            "spec_synthetic_acceptance",
             "1 where drafts are accepted by lot, to measure the engine.",
             bool(card.synthetic_acceptance),
         ),
@@ -240,11 +308,14 @@ class Metrics:
                 engines,
             )
 
-        kinds = (MTPServe, *(OBSERVERS[name] for name in dialects))
+        model, engines = client.card.name, len(client.engines)
+        ours = MTPServe(self.registry, scrape, model, engines)
+        self.http_request = ours.http_request
         self.observers: list[Observer] = [
-            kind(self.registry, scrape, client.card.name, len(client.engines)) for kind in kinds
+            ours,
+            *(OBSERVERS[name](self.registry, scrape, model, engines) for name in dialects),
         ]
-        self.latencies = {name: self.observers[0].histograms[ours] for name, ours in LATENCIES.items()}
+        self.latencies = {name: ours.histograms[metric] for name, metric in LATENCIES.items()}
         ProcessCollector(registry=self.registry)
 
     def text(self) -> bytes:
