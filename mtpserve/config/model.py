@@ -40,7 +40,7 @@ class ModelConfig:
     sampling_defaults: str = option(
         "model",
         "parameters that a request does not set: model (or auto): from the model's "
-        "generation_config.json; openai (or vllm): temperature 1",
+        "generation_config.json, for chats else from its model card; openai (or vllm): temperature 1",
         "generation-config",
         choices=("model", "openai", "auto", "vllm"),
     )

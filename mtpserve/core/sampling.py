@@ -9,6 +9,8 @@ from typing import Literal
 
 from mtpserve.core.errors import InvalidRequest
 
+# the parameters that models' makers recommend
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_IDS = 1024

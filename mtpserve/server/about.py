@@ -18,6 +18,7 @@ from mtpserve.core.errors import EngineBusy, InvalidRequest
 from mtpserve.core.stats.engine_stats import DraftState
 from mtpserve.server.chat.service import Served, Service
 from mtpserve.server.http.rendering import JSON, Rendered
+from mtpserve.text.chat_sampling import Source
 
 
 class Healthy(Rendered):
@@ -57,6 +58,16 @@ class Version(Rendered):
     version: str
 
 
+class DefaultSampling(Rendered):
+    """How a chat is sampled that names none of these fields, and who says so. `raw`: nobody."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    source: Source
+
+
 class ModelObject(Rendered):
     id: str
     object: Literal["model"]
@@ -67,6 +78,7 @@ class ModelObject(Rendered):
     max_model_len: int
     speculative_steps: int
     synthetic_acceptance: str | None
+    default_sampling: DefaultSampling
 
 
 class ModelList(Rendered):
@@ -186,11 +198,16 @@ async def version() -> Response:
     return JSON(Version(__version__))
 
 
+def default_sampling(service: Service) -> DefaultSampling:
+    return DefaultSampling(**service.chat_sampling.law, source=service.chat_sampling.source)  # type: ignore[arg-type]
+
+
 def model_object(service: Service, name: str) -> ModelObject:
     card, root = service.client.card, str(service.engine_config.model.directory.absolute())
     steps, curve = card.speculative_steps, card.synthetic_acceptance
+    sampling = default_sampling(service)
     return ModelObject(
-        name, "model", service.created, "mtpserve", root, None, card.context_length, steps, curve
+        name, "model", service.created, "mtpserve", root, None, card.context_length, steps, curve, sampling
     )
 
 

@@ -56,6 +56,7 @@ from mtpserve.server.sglang.parsing import (
 )
 from mtpserve.server.spec import SpecObject, set_spec, show_spec
 from mtpserve.server.tokens import Detokenized, Tokenized, detokenize, tokenize, tokenizer_info
+from mtpserve.text.chat_sampling import chat_sampling
 from mtpserve.text.tokenizer import Tokenizer
 
 
@@ -203,18 +204,12 @@ def create_app(
     config = server_config or ServerConfig()
     app.servers = [{"url": config.root_path}] if config.root_path else []
     metrics = Metrics(client, config.dialects)
-    defaults, formats = default_variables(config, tokenizer), formats_of(config, client.card, tokenizer)
-    tracing = tracing_of(config, client.card.name)
+    engine = engine_config or EngineConfig()
+    sampling = chat_sampling(engine.model, tokenizer)
+    formats = formats_of(config, client.card, tokenizer, sampling if tokenizer.has_chat_template else None)
+    variables, tracing = default_variables(config, tokenizer), tracing_of(config, client.card.name)
     app.state.service = Service(
-        client,
-        tokenizer,
-        metrics,
-        int(time()),
-        engine_config or EngineConfig(),
-        config,
-        defaults,
-        formats,
-        tracing,
+        client, tokenizer, metrics, int(time()), engine, config, variables, formats, sampling, tracing
     )
     app.state.responses = ResponseStore()
     add_middleware(app, config, tracing, metrics.http_request)

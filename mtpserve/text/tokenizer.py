@@ -26,6 +26,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from mtpserve.config import ModelConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError
 from mtpserve.core.gguf import SUFFIX
+from mtpserve.core.sampling import SAMPLING_FIELDS
 from mtpserve.text import gguf
 from mtpserve.text.control import ControlTokens, RenderedChat, marked
 
@@ -34,7 +35,6 @@ from mtpserve.text.control import ControlTokens, RenderedChat, marked
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
     "messages", "raise_exception", "strftime_now", "range", "namespace", "dict", "lipsum", "cycler", "joiner",
 }  # fmt: skip
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 # letter → byte in byte-level vocabularies (GPT-2's)
 BYTES: dict[str, int] = {letter: byte for byte, letter in bytes_to_unicode().items()}
 

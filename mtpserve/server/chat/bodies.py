@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.sampling import MAX_COUNT, MAX_STEPS, SamplingParams, Speculation
+from mtpserve.core.sampling import MAX_COUNT, MAX_STEPS, SAMPLING_FIELDS, SamplingParams, Speculation
 from mtpserve.server.chat import forms
 from mtpserve.server.chat.constraints import NATIVE, constraint, thinking_budget
 from mtpserve.server.chat.conversation import Messages
@@ -198,6 +198,11 @@ class GenerationRequest(SamplingFields, TransferFields):
         """The fields that limit the reasoning; the first that is set counts."""
         return (self.thinking_token_budget,)
 
+    @property
+    def names_sampling(self) -> bool:
+        """True if the request chooses a law of its own, or a part of one."""
+        return any(getattr(self, name) is not None for name in SAMPLING_FIELDS)
+
     def speculation(self) -> Speculation:
         options = self.speculative or SpeculativeOptions()
         return Speculation(
@@ -208,7 +213,7 @@ class GenerationRequest(SamplingFields, TransferFields):
         )
 
     def sampling(self, defaults: dict[str, float | int], max_tokens: int | None) -> SamplingParams:
-        """`defaults` are the model's own recommendations; what the request says goes before them."""
+        """`defaults`: of fields that the request leaves out."""
         values = {name: getattr(self, name) for name in GIVEN}
         params: dict[str, Any] = defaults | {
             name: value for name, value in values.items() if value is not None

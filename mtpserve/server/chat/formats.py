@@ -15,6 +15,7 @@ from mtpserve.config.server import AUTO, NONE
 from mtpserve.core.errors import ConfigError, InvalidRequest
 from mtpserve.core.request import ModelCard
 from mtpserve.server.chat.template_needs import KINDS, NAME, USER, Message, calling
+from mtpserve.text.chat_sampling import ChatSampling
 from mtpserve.text.parsers.reasoning import ALWAYS, SOMETIMES
 from mtpserve.text.parsers.registry import REASONINGS, TOOL_CALLS
 from mtpserve.text.parsers.tools import ALL, MORE
@@ -36,8 +37,11 @@ class Formats:
     reasoning: str | None = None
 
 
-def formats_of(config: ServerConfig, card: ModelCard, tokenizer: Tokenizer) -> Formats:
-    """Renders the chat template where an option is auto, and logs what was chosen. Raises ConfigError."""
+def formats_of(
+    config: ServerConfig, card: ModelCard, tokenizer: Tokenizer, sampling: ChatSampling | None = None
+) -> Formats:
+    """Renders the chat template where an option is auto, and logs what was chosen, with `sampling`. Raises
+    ConfigError."""
     calls, reasoning = config.tool_call_parser, config.reasoning_parser
     calls_found = calls_format(card.tool_call_parser, tokenizer) if calls == AUTO else parser_name(calls)
     family = card.reasoning_parser if fit(card.reasoning_parser, calls_found) else None
@@ -49,9 +53,10 @@ def formats_of(config: ServerConfig, card: ModelCard, tokenizer: Tokenizer) -> F
             f"--reasoning-parser {formats.reasoning} does not go with --tool-call-parser {formats.tool_calls}"
         )
     log.info(
-        "tool calls: %s; reasoning: %s",
+        "tool calls: %s; reasoning: %s%s",
         describe_format(calls, formats.tool_calls, "--tool-call-parser"),
         describe_format(reasoning, formats.reasoning, "--reasoning-parser"),
+        "" if sampling is None else f"; chats: {sampling}",
     )
     return formats
 

@@ -287,7 +287,7 @@ async def create_generation(
     service.admit(body.model)
     body.check()
     wanted_tokens, clamps = body.wanted_tokens, service.clamps(body.truncate_prompt_tokens)
-    sampling = body.sampling(service.tokenizer.defaults, wanted_tokens)
+    sampling = body.sampling(service.chat_sampling.defaults(body.names_sampling), wanted_tokens)
     with renamed({"logprobs": "top_logprobs"}):
         service.check_sampling(sampling, clamps)
     use = tool_use_of(service, body)

@@ -36,6 +36,7 @@ from mtpserve.server.observe.metrics import Metrics
 from mtpserve.server.observe.observed import ROUTE, RequestClock, RequestObserver
 from mtpserve.server.observe.tracing import Tracing
 from mtpserve.server.schema.kv_transfer import Handover, TransferFields, handover_of
+from mtpserve.text.chat_sampling import ChatSampling
 from mtpserve.text.control import RenderedChat
 from mtpserve.text.detokenizer import Detokenizer, Stops
 from mtpserve.text.requests import Spelling, check_text, spelling_of
@@ -62,6 +63,7 @@ class Service:
     # variables of the chat template where a request has none
     template_defaults: dict[str, Any] = field(default_factory=dict)
     formats: Formats = field(default_factory=Formats)
+    chat_sampling: ChatSampling = field(default_factory=ChatSampling)  # of chats that name none
     tracing: Tracing | None = None
     leaving: bool = False  # routers are to send new requests elsewhere; what comes is still served
     draining: bool = False

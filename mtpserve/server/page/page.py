@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from mtpserve import __version__
 from mtpserve.core.request import ModelCard
-from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.observe.history import RECENT_S
@@ -52,7 +51,8 @@ class Stats(Rendered):
     context_length: int
     chat: bool  # it has a chat template
     about: str  # what a model without one is, in a sentence for people
-    default_sampling: dict[str, float | str]  # of a chat that names no value, and `source`: who says so
+    # of chats that name no sampling: its fields, and `source`, as in /v1/models
+    default_sampling: dict[str, float | str]
     page_size: int
     stats: EngineStats
     tiers: dict[str, Tier]  # the prefix cache's tiers below the device
@@ -119,20 +119,6 @@ def about(service: Service) -> str:
     return TOY if service.engine_config.model.directory == BUNDLED else NO_TEMPLATE
 
 
-def default_sampling(service: Service) -> dict[str, float | str]:
-    """The values that apply to a chat request that names none, by the names of its fields."""
-    raw = SamplingParams()
-    law: dict[str, float | str] = {
-        "temperature": raw.temperature,
-        "top_p": raw.top_p,
-        "top_k": raw.top_k,
-        "min_p": raw.min_p,
-    }
-    return (
-        law | service.tokenizer.defaults | {"source": "checkpoint" if service.tokenizer.defaults else "raw"}
-    )
-
-
 def warnings(card: ModelCard) -> list[str]:
     """What every reader of the output must know."""
     return [
@@ -157,7 +143,7 @@ async def stats(request: Request) -> Response:
         context_length=card.context_length,
         chat=service.tokenizer.has_chat_template,
         about=about(service),
-        default_sampling=default_sampling(service),
+        default_sampling=service.chat_sampling.law | {"source": service.chat_sampling.source},
         page_size=card.page_size,
         stats=counted,
         tiers=tiers(counted),
