@@ -1,7 +1,7 @@
 """Muon: momentum, orthogonalised by Newton-Schulz iterations (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/).
 
 In float32 and over stacks of equally shaped matrices: torch.optim.Muon iterates in bfloat16 and one matrix at a time, which
-is several times slower on a CPU without bfloat16 units.
+is several times slower on a CPU without bfloat16 units. With them, `dtype` is bfloat16.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ def orthogonalise(stack: Tensor, steps: int = 5) -> Tensor:
 class Muon(Optimizer):
     """Parameters are [rows, columns]. Tall ones are orthogonalised in blocks of `block` rows, which costs less and keeps heads apart."""
 
-    def __init__(self, params: list[Tensor], lr: float = 0.02, momentum: float = 0.95, block: int = 128) -> None:
+    def __init__(
+        self, params: list[Tensor], lr: float = 0.02, momentum: float = 0.95, block: int = 128, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "block": block})
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -40,7 +43,7 @@ class Muon(Optimizer):
                 for part, target in zip(update.split(group["block"]), p.split(group["block"]), strict=True):
                     stacks.setdefault(part.shape, []).append((part, target))
             for shape, pairs in stacks.items():
-                updates = orthogonalise(torch.stack([update for update, _ in pairs]))
+                updates = orthogonalise(torch.stack([update for update, _ in pairs]).to(self.dtype)).float()
                 scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
                 for update, (_, target) in zip(updates, pairs, strict=True):
                     target.add_(update, alpha=-scale)

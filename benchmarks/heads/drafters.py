@@ -17,12 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from trunk import Seen, Trunk
 
-HEADS, KV_HEADS, DIM, INNER = 4, 2, 64, 512
 DEPTHS = 3  # recurrent drafters are trained on their own output so often, and Medusa has as many heads
 BLOCK, BLOCK_LAYERS = 8, 2  # DFlash's: the last token and the masks after it
 LAYERS = 4  # of the model of its own
 
 Drafted = Iterator[tuple[Tensor, Tensor]]  # of each draft: logits, and the trunk's distribution, both [..., vocabulary of the drafts]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the layers of a drafter."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 64  # of a head
+    inner: int = 512  # of the MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,7 @@ class Given:
     head: Tensor  # [n, hidden], these tokens' rows of the trunk's language-model head
     mask: int  # the token that stands for a draft of a block
     sample: Seen  # some texts, for the scale of features
+    sizes: Sizes = Sizes()
 
     @property
     def hidden(self) -> int:
@@ -41,11 +51,11 @@ class Given:
 
     def llama(self, layers: int) -> dict[str, Any]:
         """The config of such a model with the recipe's layers."""
-        arch = self.trunk.arch
+        arch, sizes = self.trunk.arch, self.sizes
         return {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": arch.vocab,
-            "hidden_size": arch.hidden, "intermediate_size": INNER, "num_hidden_layers": layers, "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS, "head_dim": DIM, "hidden_act": "silu", "rms_norm_eps": arch.norm_eps,
+            "hidden_size": arch.hidden, "intermediate_size": sizes.inner, "num_hidden_layers": layers, "num_attention_heads": sizes.heads,
+            "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.dim, "hidden_act": "silu", "rms_norm_eps": arch.norm_eps,
             "rope_theta": arch.rope.theta, "max_position_embeddings": arch.max_positions, "attention_bias": False,
             "tie_word_embeddings": False, "eos_token_id": arch.eos_ids[0],
         }  # fmt: skip
@@ -81,20 +91,26 @@ class Fusion(nn.Linear):
 class Attention(nn.Module):
     def __init__(self, given: Given, inputs: int, head_norms: bool = False) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (linear(inputs, heads * DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-        self.o_proj = linear(HEADS * DIM, given.hidden, gain=0.2)
-        self.q_norm, self.k_norm = (given.norm(DIM) if head_norms else nn.Identity() for _ in range(2))
-        self.inverse = given.trunk.arch.rope.theta ** -(torch.arange(0, DIM, 2) / DIM)
+        self.sizes = sizes = given.sizes
+        counts = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+        self.q_proj, self.k_proj, self.v_proj = (linear(inputs, heads * sizes.dim) for heads in counts)
+        self.o_proj = linear(sizes.heads * sizes.dim, given.hidden, gain=0.2)
+        self.q_norm, self.k_norm = (given.norm(sizes.dim) if head_norms else nn.Identity() for _ in range(2))
+        self.inverse = given.trunk.arch.rope.theta ** -(torch.arange(0, sizes.dim, 2) / sizes.dim)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """[..., rows, inputs] → [..., heads, rows, dim]"""
-        return self.rotated(self.q_norm(self.q_proj(x).float().unflatten(-1, (HEADS, DIM))).transpose(-2, -3), positions)
+        return self.rotated(
+            self.q_norm(self.q_proj(x).float().unflatten(-1, (self.sizes.heads, self.sizes.dim))).transpose(-2, -3), positions
+        )
 
     def keys(self, x: Tensor, positions: Tensor) -> Tensor:
-        return self.rotated(self.k_norm(self.k_proj(x).float().unflatten(-1, (KV_HEADS, DIM))).transpose(-2, -3), positions)
+        return self.rotated(
+            self.k_norm(self.k_proj(x).float().unflatten(-1, (self.sizes.kv_heads, self.sizes.dim))).transpose(-2, -3), positions
+        )
 
     def values(self, x: Tensor) -> Tensor:
-        return self.v_proj(x).float().unflatten(-1, (KV_HEADS, DIM)).transpose(-2, -3)
+        return self.v_proj(x).float().unflatten(-1, (self.sizes.kv_heads, self.sizes.dim)).transpose(-2, -3)
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """positions [rows] or [texts, 1, rows]"""
@@ -111,8 +127,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, given: Given) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = linear(given.hidden, INNER), linear(given.hidden, INNER)
-        self.down_proj = linear(INNER, given.hidden, gain=0.2)
+        inner = given.sizes.inner
+        self.gate_proj, self.up_proj = linear(given.hidden, inner), linear(given.hidden, inner)
+        self.down_proj = linear(inner, given.hidden, gain=0.2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -133,11 +150,16 @@ class Layer(nn.Module):
 
 
 def unrolled(
-    layer: Layer, state: Tensor, embedded: list[Tensor], join: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    layer: Layer,
+    state: Tensor,
+    embedded: list[Tensor],
+    join: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    norm: Callable[[Tensor], Tensor] = lambda output: output,
 ) -> Iterator[Tensor]:
     """Drafting as in the engine, after every position at once (training-time test, https://arxiv.org/abs/2503.01840 §3).
 
-    state [texts, rows, hidden], embedded[d] those of token p + 1 + d; `join` makes of the two the residual stream and attention's input. At
+    state [texts, rows, hidden], embedded[d] those of token p + 1 + d; `join` makes of the two the residual stream and attention's input,
+    and `norm` the next state of the layer's output. At
     depth d row p stands at position p + d and sees the keys of depth 0 up to its own, and then its own of the depths after that:
 
         keys of depth 0          of depth 1    of depth 2
@@ -152,7 +174,8 @@ def unrolled(
         keys.append(attention.keys(x, positions))
         values.append(attention.values(x))
         mask = torch.cat([causal] + [own] * depth, 1)
-        state = layer.after(residual, attention.attend(attention.queries(x, positions), torch.cat(keys, -2), torch.cat(values, -2), mask))
+        attended = attention.attend(attention.queries(x, positions), torch.cat(keys, -2), torch.cat(values, -2), mask)
+        state = norm(layer.after(residual, attended))
         yield state
 
 
@@ -213,6 +236,38 @@ class Eagle(Drafter):
 
     def config(self) -> dict[str, Any]:
         return self.given.llama(1) | {"bias": False}
+
+
+class NextN(Drafter):
+    """An MTP layer as DeepSeek's (https://arxiv.org/abs/2412.19437 §2.2), published apart: the norms of the next token's embedding and of
+    the trunk's last features are joined, one layer follows, and its normed output is the next features."""
+
+    own_head = False
+    PREFIX = "model.layers.0."
+    dropout = 0.0  # of what the norms give, while it learns
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        self.enorm, self.hnorm, self.layer, self.shared_head = given.norm(), given.norm(), Layer(given), nn.Module()
+        self.eh_proj, self.shared_head.norm = linear(2 * given.hidden, given.hidden), given.norm()
+
+    def join(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        joined = torch.cat([self.enorm(embedded), self.hnorm(state)], -1)
+        x = self.eh_proj(F.dropout(joined, self.dropout, self.training)).float()
+        return x, self.layer.input_layernorm(x)
+
+    def states(self, embedded: list[Tensor], state: Tensor) -> Iterator[Tensor]:
+        """embedded[d] and state [texts, rows, hidden] → of each depth the rows of the language-model head."""
+        return unrolled(self.layer, state, embedded, self.join, self.shared_head.norm)
+
+    def drafted(self, seen: Seen) -> Drafted:
+        return self.recurrent(seen, lambda embedded: (out @ self.given.head.mT for out in self.states(embedded, seen.last[:, :-DEPTHS])))
+
+    def config(self) -> dict[str, Any]:
+        return self.given.llama(1) | {"architectures": ["LlamaForCausalLMNextN"], "num_nextn_predict_layers": 1}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {self.PREFIX + name.removeprefix("layer."): tensor for name, tensor in super().tensors().items()}
 
 
 class Eagle3(Drafter):
@@ -348,4 +403,11 @@ class Standalone(Drafter):
         return self.given.llama(LAYERS) | {"tie_word_embeddings": True}
 
 
-DRAFTERS: dict[str, type[Drafter]] = {"eagle": Eagle, "eagle3": Eagle3, "medusa": Medusa, "dflash": DFlash, "standalone": Standalone}
+DRAFTERS: dict[str, type[Drafter]] = {
+    "eagle": Eagle,
+    "nextn": NextN,
+    "eagle3": Eagle3,
+    "medusa": Medusa,
+    "dflash": DFlash,
+    "standalone": Standalone,
+}

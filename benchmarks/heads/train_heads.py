@@ -60,7 +60,8 @@ def frequent(data: Tensor, count: int, vocabulary: int) -> Tensor:
     if count >= vocabulary:
         return torch.arange(vocabulary)
     found = [token for token, _ in Counter(data.tolist()).most_common(count)]
-    rest = (token for token in range(vocabulary) if token not in set(found))
+    known = set(found)
+    rest = (token for token in range(vocabulary) if token not in known)
     return torch.tensor(sorted(found + [next(rest) for _ in range(count - len(found))]))
 
 

@@ -38,6 +38,8 @@ class Family:
     own greedy text. About half of what was published: less is a layer that was read or computed wrongly, or
     hardly trained. The default: what any trained one reaches.
 
+    `mtp_apart`: it is published without an MTP layer, and may have one in a checkpoint of its own.
+
     `modules`: how many MTP layers it is published with, where each depth has one of its own; 0: one is for
     all depths. `uncounted`: how many it has where its config does not count them.
 
@@ -50,6 +52,7 @@ class Family:
     trunk_rules: Callable[[ModelArch], list[Rule]]
     mtp_rules: Callable[[ModelArch, str], list[Rule]] | None = None
     floor: float = 0.2
+    mtp_apart: bool = False
     modules: int = 0
     uncounted: int = 0
     tool_call_parser: str | None = None

@@ -199,7 +199,8 @@ async def version() -> Response:
 
 
 def default_sampling(service: Service) -> DefaultSampling:
-    return DefaultSampling(**service.chat_sampling.law, source=service.chat_sampling.source)  # type: ignore[arg-type]
+    law: dict[str, Any] = service.chat_sampling.law
+    return DefaultSampling(**law, source=service.chat_sampling.source)
 
 
 def model_object(service: Service, name: str) -> ModelObject:

@@ -113,10 +113,11 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
         if dummy
         else with_mtp_layers(checkpoint, layers)
     )
-    if want_mtp and family.mtp_rules is None:
+    apart = config.spec.speculative_draft_model_path is not None
+    if want_mtp and (family.mtp_rules is None or (family.mtp_apart and layout is None and not apart)):
         raise NoMTPLayer(f"{directory}: a {hf_config.raw('architectures')[0]} has no MTP layer")
     nextn, prefix = None, None
-    if dummy and want_mtp and config.spec.speculative_draft_model_path is not None:
+    if dummy and want_mtp and apart:
         raise ConfigError(
             "--speculative-draft-model-path has no use with --load-format dummy: the layer is random too"
         )
