@@ -37,7 +37,7 @@ help:
 	@echo "make install   what all targets need, into .venv; each installs its own part where it is missing"
 	@echo "make check     ruff, mypy, import-linter, clang-format, the house tests; compiles the kernels for each kind of chip"
 	@echo "make docs      the documentation as a site, build/site/index.html"
-	@echo "make dist      wheel and sdist in dist/, checked, and the wheel tried in an empty environment"
+	@echo "make dist      wheels with compiled kernels and the sdist in dist/, checked; this machine's is tried in an empty environment"
 	@echo "make bench     the benchmarks (BENCH_ARGS adds options)"
 	@echo "make gpu       what this GPU does with a step, kernel by kernel, into benchmarks/results/ (GPU_ARGS adds options)"
 	@echo "make report    all results of the benchmarks on one page, build/report/index.html"
@@ -93,11 +93,11 @@ check: $(VENV)/.check
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html, or serve it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000"
 
-# Without build isolation, which would ask the package index for setuptools: the extra `dist` has it.
 dist: $(VENV)/.dist
-	rm -rf dist build/lib build/bdist.*
-	$(BIN)/python -m build --no-isolation --outdir dist .
+	rm -rf dist build/lib* build/bdist.*
+	$(BIN)/python -m tests.packaging.wheels dist
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python -m tests.packaging.check dist $(TORCH_SOURCE)
 

@@ -154,8 +154,8 @@ def against_vllm() -> str:
     return markdown(["model, requests at once", *map(str, at_once)], rows)
 
 
-def peers() -> str:
-    return peers_table.short(peers_table.results(RESULTS), rounded, markdown)
+def gpu_short() -> str:
+    return gpu_tables.short(RESULTS, rounded, markdown)
 
 
 def drafters() -> str:
@@ -169,7 +169,7 @@ def gpu() -> str:
 MEASURED: dict[str, Callable[[], str]] = {
     "decoding": decoding,
     "against_vllm": against_vllm,
-    "peers": peers,
+    "gpu_short": gpu_short,
     "drafters": drafters,
     "gpu": gpu,
 }

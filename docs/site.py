@@ -1,9 +1,11 @@
 """A hook of mkdocs: files of the repository that a page links to, outside of docs/, are part of the site, below source/, with what they
-link to in turn. So a link is the same on GitHub and in the site, all of them are checked, and none leads elsewhere."""
+link to in turn. So a link is the same on GitHub and in the site, all of them are checked, and none leads elsewhere. The footer names the
+version, and has a link to the repository where the checkout has one with an address."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from posixpath import normpath, relpath
@@ -14,7 +16,29 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")  # not those with a scheme, nor those within a page
+VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
+REMOTE = re.compile(r"(?:https://|(?:ssh://)?git@)(?P<host>[\w.-]+\.\w+)[:/](?P<name>[\w.-]+/[\w.-]+?)(?:\.git)?/?")
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+
+
+def repository(remote: str) -> str | None:
+    """The web address of what `git remote` names. None: a folder, or an address with a user's name in it."""
+    found = REMOTE.fullmatch(remote)
+    return None if found is None else f"https://{found['host']}/{found['name']}"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    found = VERSION.search((ROOT / "mtpserve" / "__init__.py").read_text(encoding="utf-8"))
+    assert found is not None
+    config.copyright = f"mtpserve {found[1]}"
+    try:
+        command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+        remote = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # a site can be built without git
+        remote = ""
+    if link := repository(remote):  # not repo_url, for which the theme's script asks GitHub for numbers
+        config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": link, "name": "Repository"}]
+    return config
 
 
 def target(origin: str, link: str) -> str:

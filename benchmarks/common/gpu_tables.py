@@ -129,6 +129,40 @@ def text(folder: Path, rounded: Rounded, markdown: Markdown) -> str:
     return "\n".join(parts) if parts else fallback_text(folder, rounded, markdown)
 
 
+def short(folder: Path, rounded: Rounded, markdown: Markdown) -> str:
+    """The block of README.md: of each device a row for each model and number of drafts, and a column for each batch."""
+    parts = []
+    for device, gpu_results in by_device(results(folder)).items():
+        cells = {(cell.row.model, cell.row.drafts, cell.row.batch): cell for cell in sorted(newest_cells(gpu_results), key=rank)}
+        batches = sorted({batch for _, _, batch in cells})
+        rows = dict.fromkeys((model, drafts) for model, drafts, _ in cells)
+        head = [f"{device}, tokens/s", *(f"{batch} request{'s' if batch > 1 else ''}" for batch in batches)]
+        lines = [
+            [f"{MODEL_NAMES.get(model, model)}, {drafts_name(drafts)}"]
+            + [short_cell(cells[key], rounded) if (key := (model, drafts, batch)) in cells else "" for batch in batches]
+            for model, drafts in rows
+        ]
+        parts.append(f"{markdown(head, lines)}\n{short_source(gpu_results[0])}\n")
+    return "\n".join(parts)
+
+
+def short_cell(cell: Cell, rounded: Rounded) -> str:
+    ratios = ", ".join(f"{times(cell.ratio(engine), rounded)} {ENGINE_NAMES[engine]}" for engine in cell.peers)
+    return f"{cell.row.tokens_per_s:,.0f} ({ratios})" if ratios else f"{cell.row.tokens_per_s:,.0f}"
+
+
+def short_source(result: GpuResult) -> str:
+    record = result.record
+    names = " and ".join([f"mtpserve {result.commit}", *(f"{ENGINE_NAMES[engine]} {text}" for engine, text in versions_of(record).items())])
+    rate = f" Drafts are accepted at a fixed rate: {rounded_curve(record)}." if any(row.drafts for row in record.rows) else ""
+    return f"{names}, one run, {record.date[:10]}; {record.prompt} tokens in and {record.output} out, random weights.{rate}"
+
+
+def rounded_curve(record: Record) -> str:
+    deepest = max(row.drafts for row in record.rows)
+    return f"{record.accept_curve[deepest - 1]} tokens a step with {drafts_name(deepest)}"
+
+
 def markdown_table(cells: list[Cell], rounded: Rounded, markdown: Markdown) -> str:
     engines = [engine for engine in ENGINE_NAMES if any(engine in cell.peers for cell in cells)]
     names = [ENGINE_NAMES[engine] for engine in engines]

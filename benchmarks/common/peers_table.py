@@ -51,11 +51,6 @@ def text(found: list[Result], rounded: Rounded, markdown: Markdown) -> str:
     return "\n".join([table(found, rounded, markdown), *sources(found), "", *sentences(found)]) + "\n"
 
 
-def short(found: list[Result], rounded: Rounded, markdown: Markdown) -> str:
-    """The table and its commands alone."""
-    return "\n".join([table(found, rounded, markdown), *(f"`{result.whole['command']}`" for result in found)]) + "\n"
-
-
 def table(found: list[Result], rounded: Rounded, markdown: Markdown) -> str:
     at_once = sorted({row["concurrency"] for result in found for row in result.numbers["medians"]})
     rows = [row for result in found for row in lines(result, at_once, rounded)]

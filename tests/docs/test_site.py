@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+import mtpserve
 
 ROOT = Path(__file__).parents[2]
 LOADED = {"script": ("src",), "link": ("href",), "img": ("src", "srcset"), "source": ("src", "srcset"), "iframe": ("src",)}
@@ -87,11 +91,40 @@ def test_every_link_within_the_site_leads_to_a_file_and_an_anchor(site: Path) ->
                 assert unquote(parts.fragment) in anchors[place], f"{page.name}: {attributes['href']}"
 
 
+def test_search_works_where_a_page_is_opened_from_a_file(site: Path) -> None:
+    """There a page may start no worker and fetch no index: an iframe takes the worker's part, and the index is a script."""
+    index = json.loads((site / "search" / "search_index.js").read_text(encoding="utf-8").removeprefix("var __index = "))
+    assert {"start.html", "troubleshooting.html"} <= {entry["location"] for entry in index["docs"]}
+    for page in (site / "start.html", site / "internals" / "cpu.html"):
+        (shim,) = [address for address in loaded(page) if "iframe-worker" in address]
+        assert 'location.protocol==="file:"&&(window.Worker=' in (page.parent / shim).read_text(encoding="utf-8")
+
+
+def test_the_footer_names_the_version(site: Path) -> None:
+    assert f"mtpserve {mtpserve.__version__}" in (site / "start.html").read_text(encoding="utf-8").split("<footer", 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("remote", "link"),
+    [
+        ("https://example.org/group/mtpserve.git", "https://example.org/group/mtpserve"),
+        ("https://example.org/group/mtpserve", "https://example.org/group/mtpserve"),
+        ("git@example.org:group/mtpserve.git", "https://example.org/group/mtpserve"),
+        ("ssh://git@example.org/group/mtpserve.git", "https://example.org/group/mtpserve"),
+        ("https://user:secret@example.org/group/mtpserve.git", None),
+        ("/home/somebody/mtpserve", None),
+        ("", None),
+    ],
+)
+def test_the_repository_is_where_the_checkout_comes_from(remote: str, link: str | None) -> None:
+    assert runpy.run_path(str(ROOT / "docs" / "site.py"))["repository"](remote) == link
+
+
 def test_a_link_to_nowhere_fails(tmp_path: Path) -> None:
     broken = tmp_path / "docs"
     broken.mkdir()
     (broken / "index.md").write_text("# One\n\n[there](#nowhere)\n")
-    text = (ROOT / "mkdocs.yml").read_text().split("nav:\n  - index.md")[0]
+    text = (ROOT / "mkdocs.yml").read_text().split("nav:\n")[0]
     config = tmp_path / "mkdocs.yml"
     config.write_text(text.replace("docs_dir: docs", f"docs_dir: {broken}").replace("docs/site.py", str(ROOT / "docs" / "site.py")))
     done = build(tmp_path / "site", "--config-file", str(config))

@@ -1,16 +1,18 @@
-"""A wheel and an sdist, tried as users get them: no file of the package is missing, and the wheel's server answers.
+"""Wheels and an sdist, tried as users get them: no file of the package is missing, and the wheel's server answers.
 
 python -m tests.packaging.check dist [OPTION of pip …]      (make dist: where torch comes from without a GPU)
 
-`python -m build` makes the wheel from the sdist, so a wheel that runs shows that the sdist is whole. It goes into an empty environment
+The wheels are built from the sdist, so a wheel that runs shows that the sdist is whole. This machine's goes into an empty environment
 with `pip install WHEEL` and no constraints, so pip takes the newest versions that pyproject.toml admits. Where pip reaches no index, the
-packages of this environment take their place.
+packages of this environment take their place. There its server finds no compiler and no kernels that were compiled before: it must take
+the wheel's own, of the best instruction set that this CPU has.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -23,9 +25,15 @@ import venv
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from mtpserve_kernels.cpu.build import INSTRUCTION_SETS, available
+
+from tests.packaging.wheels import instruction_sets, object_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = (ROOT / "mtpserve", ROOT / "kernels" / "mtpserve_kernels")
+MACHINES = {isa.machine for isa in INSTRUCTION_SETS}
 PROMPT, MAX_TOKENS = "import os\n\ndef read_lines(path):", 24
 GENERATE = ("generate", "--model", "demo", "--temperature", "0", "--max-tokens", str(MAX_TOKENS), PROMPT)
 LAUNCH = ("launch", "--model", "demo", "--speculative-algorithm", "NEXTN", "--host", "127.0.0.1", "--port", "0")
@@ -47,21 +55,44 @@ def single_file(folder: Path, pattern: str) -> Path:
     return found[0].resolve()
 
 
+def wheel_of_this_machine(folder: Path) -> Path:
+    return single_file(folder, f"*_{platform.machine()}.whl" if platform.system() == "Linux" else "*-any.whl")
+
+
+def objects_of(wheel: Path) -> set[str]:
+    """Compiled kernels that a wheel must have by the machine in its name: of the sources that are here."""
+    machine = next((machine for machine in MACHINES if wheel.name.endswith(f"_{machine}.whl")), "any")
+    return {f"mtpserve_kernels/cpu/objects/{object_name(isa)}" for isa in instruction_sets(machine)}
+
+
 def missing_files(folder: Path) -> list[str]:
-    with zipfile.ZipFile(single_file(folder, "*.whl")) as wheel, tarfile.open(single_file(folder, "*.tar.gz")) as sdist:
+    """What a distribution lacks, and objects of other sources, which nothing would load."""
+    expected, wrong = package_files(), list[str]()
+    for file in sorted(folder.glob("*.whl")):
+        with zipfile.ZipFile(file) as wheel:
+            inside, objects = set(wheel.namelist()), objects_of(file)
+        wrong += [f"{file.name} has no {name}" for name in (expected | objects) - inside]
+        wrong += [f"{file.name} has {name}" for name in inside - objects if name.endswith(".so")]
+    with tarfile.open(single_file(folder, "*.tar.gz")) as sdist:
         inside = {name.split("/", 1)[-1].removeprefix("kernels/") for name in sdist.getnames()}
-        expected = package_files()
-        return sorted([f"wheel: {name}" for name in expected - set(wheel.namelist())] + [f"sdist: {name}" for name in expected - inside])
+        wrong += [f"the sdist has no {name}" for name in (expected | {"setup.py"}) - inside]
+    return sorted(wrong)
 
 
 class Environment:
-    """An empty virtual environment below `place`, with the pip of this Python. It does not see this checkout."""
+    """An empty virtual environment below `place`, with the pip of this Python. It sees neither this checkout nor a compiler."""
 
     def __init__(self, place: Path) -> None:
         self.place = place.resolve()
         self.programs = self.place / "environment" / "bin"
-        self.variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")}
+        self.kernels = self.place / "cache" / "mtpserve" / "kernels"  # where a start keeps what it has compiled
+        hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME", "CXX", "MTPSERVE_CPU_ISA")
+        self.variables = {name: value for name, value in os.environ.items() if name not in hidden}
         venv.create(self.programs.parent, with_pip=True)
+
+    def hide_compilers(self) -> None:
+        """What is started from now on finds this environment's programs alone, and no kernels that were compiled before."""
+        self.variables |= {"PATH": str(self.programs), "XDG_CACHE_HOME": str(self.kernels.parents[1])}
 
     def run(self, program: str, *arguments: str | Path) -> str:
         """Its output. Raises SystemExit with all of it where it fails."""
@@ -89,8 +120,9 @@ class Environment:
         Path(paths["purelib"], "dependencies.pth").write_text("\n".join(dict.fromkeys((here["purelib"], here["platlib"]))) + "\n")
         self.run("pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--force-reinstall", wheel)
 
-    def completion(self) -> str:
-        """The text with which this environment's server answers PROMPT. The server is ended. Raises SystemExit with its log."""
+    def answers(self) -> tuple[str, dict[str, Any]]:
+        """The text with which this environment's server answers PROMPT, and its /server_info. The server is ended. Raises SystemExit
+        with its log."""
         log = self.place / "server.log"
         command = [self.programs / "mtpserve", *LAUNCH]
         with log.open("w") as errors, subprocess.Popen(
@@ -102,24 +134,24 @@ class Environment:
                 assert server.stdout is not None
                 if (ready := re.search(r"http://\S+", server.stdout.readline())) is None:
                     raise SystemExit(f"the server of the wheel has ended before it was ready:\n{log.read_text()}")
-                text = ask(ready[0])
+                answers = ask(ready[0])
                 server.terminate()
                 if code := server.wait():
                     raise SystemExit(f"the server of the wheel: exit code {code}\n{log.read_text()}")
-                return text
+                return answers
             finally:
                 limit.cancel()
                 server.kill()
 
 
-def ask(url: str) -> str:
-    """A completion of PROMPT by a server that is healthy. Raises urllib.error.URLError."""
-    with urllib.request.urlopen(f"{url}/health"):
-        pass
+def ask(url: str) -> tuple[str, dict[str, Any]]:
+    """A completion of PROMPT by a server that is healthy, and what it says of itself. Raises urllib.error.URLError."""
+    with urllib.request.urlopen(f"{url}/health"), urllib.request.urlopen(f"{url}/server_info") as about:
+        information = json.load(about)
     body = json.dumps({"model": "demo", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as answer:
-        return str(json.load(answer)["choices"][0]["text"])
+        return str(json.load(answer)["choices"][0]["text"]), information
 
 
 def try_wheel(wheel: Path, options: Sequence[str], place: Path) -> None:
@@ -136,18 +168,31 @@ def try_wheel(wheel: Path, options: Sequence[str], place: Path) -> None:
         raise SystemExit(f"the wheel's package was not imported, but {origin}")
     if "mtp.layers" not in (tables := environment.run("mtpserve", "inspect", "demo")):
         raise SystemExit(f"mtpserve inspect demo shows no MTP layer:\n{tables}")
-    text, generated = environment.completion(), environment.run("mtpserve", *GENERATE)
+    environment.hide_compilers()
+    (text, information), generated = environment.answers(), environment.run("mtpserve", *GENERATE)
+    check_kernels(environment, str(information["kernels"]))
     if not text.strip() or text.strip() not in generated:
         raise SystemExit(f"the server and `mtpserve generate` wrote different texts:\n{text}\n{generated}")
-    print(f"{environment.run('mtpserve', '--version').strip()}: the wheel runs in an empty environment, and its server writes:\n{text}")
+    version = environment.run("mtpserve", "--version").strip()
+    print(
+        f"{version}: the wheel runs in an empty environment without a compiler ({information['kernels']}), and its server writes:\n{text}"
+    )
+
+
+def check_kernels(environment: Environment, said: str) -> None:
+    """said: what /server_info calls the kernels. Raises SystemExit where they are not the wheel's best ones that this CPU has."""
+    expected = f"cpu, {available()[0].name}" if available() else said
+    compiled = sorted(str(file) for file in environment.kernels.rglob("*.so"))
+    if said != expected or compiled:
+        raise SystemExit(f"the server of the wheel computes with {said!r}, not {expected!r}; it compiled {compiled or 'nothing'}")
 
 
 def main(folder: Path, *options: str) -> None:
-    if missing := missing_files(folder):
-        raise SystemExit("\n".join(["not in the distributions:", *missing]))
-    print(f"wheel and sdist have all {len(package_files())} files", flush=True)
+    if wrong := missing_files(folder):
+        raise SystemExit("\n".join(["the distributions are not whole:", *wrong]))
+    print(f"wheels and sdist have all {len(package_files())} files, and the wheels their compiled kernels", flush=True)
     with tempfile.TemporaryDirectory() as place:
-        try_wheel(single_file(folder, "*.whl"), options, Path(place))
+        try_wheel(wheel_of_this_machine(folder), options, Path(place))
 
 
 if __name__ == "__main__":

@@ -153,7 +153,8 @@ def compile_to(target: Path, isa: InstructionSet, more: tuple[str, ...] = ()) ->
         with tempfile.TemporaryDirectory(dir=target.parent) as directory, ThreadPoolExecutor(os.cpu_count()) as pool:
             parts = list(pool.map(lambda source: compile_one(source, directory), sources("*.cpp")))
             linked = Path(directory) / "linked.so"
-            run("-shared", *parts, "-o", str(linked))
+            # LDFLAGS changes no object's name: with what it is linked changes nothing of what it computes.
+            run("-shared", *parts, *shlex.split(os.environ.get("LDFLAGS", "")), "-o", str(linked))
             linked.replace(target)
         log.info("compiled the CPU kernels for %s in %.0f s: %s", isa.name, time.perf_counter() - start, target)
     except OSError as error:

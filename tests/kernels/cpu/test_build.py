@@ -239,6 +239,19 @@ def test_a_server_logs_that_it_compiles(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert said == ["compiling the CPU kernels for made-up", "compiled the CPU kernels for made-up"]
 
 
+def test_ldflags_go_to_the_linker_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_compiler(tmp_path, f'echo "$@" >> {tmp_path}/commands\n{WRITES}', monkeypatch)
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    (tmp_path / "one.cpp").touch()
+    before = build.source_hash(ISA)
+    monkeypatch.setenv("LDFLAGS", "older.o -Wl,--strip-all")
+    assert build.source_hash(ISA) == before
+    build.compile_to(tmp_path / "target.so", ISA)
+    compiled, linked = (tmp_path / "commands").read_text().splitlines()
+    assert "-c" in compiled.split() and "--strip-all" not in compiled
+    assert "-shared" in linked.split() and "older.o -Wl,--strip-all -o" in linked
+
+
 def test_a_wheel_has_sources_and_objects(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(REPOSITORY / "kernels", tree / "kernels", ignore=shutil.ignore_patterns("__pycache__", "objects"))
