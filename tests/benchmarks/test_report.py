@@ -89,7 +89,7 @@ def record_of(*rows: Any, date: str = "2026-01-02T00:00:00+00:00", toy: bool = F
 
     skipped_arms = [SkippedArm("vllm", "qwen3-8b", 0, "vllm:qwen3-8b:0 ended by itself: E")]
     starts = [Start("vllm", "mimo-7b", 0, 9.0, {"version": "0.26"})]
-    numbers = asdict(Record(KIND, date, toy, 3e12, "measured", 128, 128, [1.84], list(rows), skipped_arms, starts))
+    numbers = asdict(Record(KIND, date, toy, 3e12, "measured", 128, 128, [1.84, 2.5, 2.99], list(rows), skipped_arms, starts))
     return {"command": "python x.py", "commit": "abc", "device": "a GPU", "numbers": numbers}
 
 
@@ -101,6 +101,21 @@ def rows_of() -> list[Any]:
     many = replace(row, batch=128, tokens_per_s=50.0), replace(vllm, batch=128)
     steady = replace(row, batch=8), replace(vllm, batch=8, steady_tokens_per_s=260.0, step_ms=3.85)
     return [row, vllm, *many, *steady, replace(vllm, engine="loop", tokens_per_s=1000 / 7), replace(row, drafts=3)]
+
+
+def test_the_readmes_gpu_table_has_a_column_for_each_batch(report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.gpu_short() == ""
+    (tmp_path / "peers_gpu_new.json").write_text(json.dumps(record_of(*rows_of())))
+    assert report.gpu_short().splitlines() == [
+        "| a GPU, tokens/s | 1 request | 8 requests | 128 requests |",
+        "|---|---|---|---|",
+        "| MiMo-7B, plain | 200 (2.0 × vLLM, 1.4 × torch.compile loop) | 200 (2.0 × vLLM) | 50 (**0.50 ×** vLLM) |",
+        "| MiMo-7B, three drafts | 200 | | |",
+        "",
+        "mtpserve abc and vLLM 0.26, one run, 2026-01-02; 128 tokens in and 128 out, random weights. "
+        "Drafts are accepted at a fixed rate: 2.99 tokens a step with three drafts.",
+    ]
 
 
 def test_the_gpu_table_begins_with_what_was_lost(report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
