@@ -3,7 +3,7 @@
     accepted tokens green │ the trunk's own token plain │ rejected tokens struck out
                                                         └ erased by the next step, which writes in their place
 
-In a pipe the text is not coloured.
+In a pipe the text is not coloured. Its last line ends like every other one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Painter:
         self._keep = keep
         self._column = 0  # where the text ends, 0 … width-1
         self._rejected_width = 0  # cells of rejected tokens after it
+        self._is_open = False  # the last line has text, and no newline
 
     def prompt(self, text: str) -> None:
         if self._live:
@@ -46,7 +47,7 @@ class Painter:
 
     def end(self) -> None:
         self.erase()
-        if self._live:
+        if self._live or self._is_open:
             self._console.out("")
 
     def erase(self) -> None:
@@ -61,6 +62,7 @@ class Painter:
             text = text.translate(UNPRINTABLE)
             self._column = advance(self._column, text, self._console.width)
         if text:
+            self._is_open = not text.endswith("\n")
             self._console.out(text, style=style or None, end="", highlight=False)
 
     def _write_rejected(self, text: str) -> None:

@@ -232,7 +232,10 @@ def plan_memory(
     else:
         running = scheduler.max_running_requests or concurrency(total, context, max_running)
         states = kept_states(config, state_bytes, running, None)
-    pages, kinds = divided(shares, total, running, page_size, weights), attention_kinds(arch.layers)
+    pages, kinds = divided(shares, total, running, page_size), attention_kinds(arch.layers)
+    if min(pages) < 1:
+        needed_bytes = weights + sum(size for _, size in working.rows(running)) + 2 * page_size * token
+        raise NoRoom(no_pages(config, device, weights, needed_bytes))
     rows = [
         *fixed.rows,
         *working.rows(running),
@@ -269,17 +272,23 @@ def require_memory(plan: MemoryPlan, config: EngineConfig, device: torch.device)
     )
 
 
-def divided(
-    shares: list[PageShare], total: int, running: int, page_size: int, weights: int
-) -> tuple[int, ...]:
-    """Pages of each group, for `total` tokens. Raises NoRoom."""
-    pages = tuple(tokens_in(share, total, running) // page_size for share in shares)
-    if min(pages) < 1:
-        raise NoRoom(
-            f"no memory is left for the KV pool: weights take {weights:,} bytes; raise "
-            f"--mem-fraction-static or set --max-total-tokens"
-        )
-    return pages
+def divided(shares: list[PageShare], total: int, running: int, page_size: int) -> tuple[int, ...]:
+    """Pages of each group, for `total` tokens."""
+    return tuple(tokens_in(share, total, running) // page_size for share in shares)
+
+
+def no_pages(config: EngineConfig, device: torch.device, weights: int, needed_bytes: int) -> str:
+    """Why the pool has not even one page of each kind. `needed_bytes`: with one, and all beside it."""
+    tokens, page_size = config.cache.max_total_tokens, config.cache.page_size
+    if tokens is not None:
+        return f"--max-total-tokens must be at least --page-size, {page_size}, got {tokens}"
+    mib, usable_bytes = 2**20, usable_memory(device, config.parallel.ranks)
+    budget_bytes = memory_budget(config, device)
+    return (
+        f"no memory is left for the KV cache: --mem-fraction-static {budget_bytes / usable_bytes:.4g} is "
+        f"{budget_bytes / mib:,.1f} MiB of {usable_bytes / mib:,.1f}, weights take {weights / mib:,.1f}, and "
+        f"more than {needed_bytes / usable_bytes:.4g} is needed; or set --max-total-tokens"
+    )
 
 
 def deferred_rows(config: EngineConfig, arch: ModelArch) -> int:

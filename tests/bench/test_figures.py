@@ -12,7 +12,7 @@ from mtpserve.tools.bench.dataset.arrivals import arrival_times
 from mtpserve.tools.bench.serve.measured import Arrival, Failure, Measured, OwnFigures, Sent, shares
 from mtpserve.tools.bench.serve.run import RawRun
 from mtpserve.tools.bench.serve.summary import Summary, SummaryOptions, peak_of, percentile, spread, summarise
-from mtpserve.tools.bench.serve.sweep import Point, knee, power
+from mtpserve.tools.bench.serve.sweep import Point, knee, largest_power, power
 
 ONE = Measured(
     Sent(0.0, 0.5, 1.0),
@@ -128,6 +128,8 @@ def test_the_knee_is_the_largest_power() -> None:
 
     points = [point(1, 10, 0.1), point(2, 19, 0.12), point(4, 30, 0.15), point(8, 31, 0.4)]
     assert [round(power(each.summary)) for each in points] == [100, 158, 200, 78] and knee(points) == 2
+    assert knee(points[:3]) is None and knee(points[2:] * 2) is None, "at an end of the sweep"
+    assert largest_power(points[:3]) == 2
     assert knee(points[:2]) is None and knee([Point(1, made())] * 3) is None
 
 

@@ -105,6 +105,13 @@ def test_the_sweeps_table() -> None:
     assert ["acceptance", "length", "-", "2.50"] in swept([failed, points()[0]])
 
 
+@pytest.mark.parametrize(("order", "side", "more"), [([1, 2, 2], "lowest", "lower"), ([0, 0, 1], "highest", "higher")])
+def test_a_sweep_without_a_knee_says_which_loads_are_missing(order: list[int], side: str, more: str) -> None:
+    rows = [" ".join(row) for row in swept([points()[i] for i in order], 200)]
+    assert "knee" not in rows
+    assert rows[-1].endswith(f"largest at the sweep's {side} load, 2 requests at once; add {more} loads")
+
+
 @pytest.mark.parametrize("number_of", [1, 3])
 @pytest.mark.parametrize("server", [True, False])
 def test_pictures(tmp_path: Path, number_of: int, server: bool) -> None:

@@ -94,7 +94,7 @@ def test_greedy_texts_are_plain_decodings() -> None:
 
 def test_a_pool_that_is_too_small_is_named() -> None:
     engine = engine_for(SHAPES, pages=20)
-    with pytest.raises(ConfigError, match="does not hold 8 requests at once"):
+    with pytest.raises(ConfigError, match="too small for a batch of 8: --max-total-tokens"):
         SpecBench(engine, [[i] * 20 for i in range(8)], output=8, room=10).window(SpecLoad(8, 0.0), 0, 8)
 
 

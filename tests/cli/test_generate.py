@@ -53,7 +53,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_text_goes_out_and_the_summary_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.run(["--model", "demo", "prompt", "--temperature", "0", "--max-tokens", "5"]) == 0
     out, err = capsys.readouterr()
-    assert out == "def read_lines(path):"
+    assert out == "def read_lines(path):\n"
     assert err.startswith("5 tokens in ")
     assert err.endswith("6 drafted, 2 accepted (33%) · accept length 2.00\n")
     ((prompt, sampling),) = FakeLLM.asked

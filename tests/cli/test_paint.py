@@ -83,7 +83,16 @@ def test_a_pipe_gets_the_text_alone() -> None:
     for step in STEPS:
         paint.step(*step)
     paint.end()
-    assert file.getvalue() == TEXT.removeprefix("hello")
+    assert file.getvalue() == f"{TEXT.removeprefix('hello')}\n"
+
+
+@pytest.mark.parametrize(("texts", "expected"), [([], ""), (["a\n", ""], "a\n"), (["a\n", "b"], "a\nb\n")])
+def test_the_last_line_in_a_pipe_ends(texts: list[str], expected: str) -> None:
+    paint, file = painter(20, terminal=False)
+    for text in texts:
+        paint.step([], text, [])
+    paint.end()
+    assert file.getvalue() == expected
 
 
 def test_the_model_cannot_command_the_terminal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +79,17 @@ def test_on_a_gpu_the_share_is_of_what_is_free(free: int, monkeypatch: pytest.Mo
     sizes, (state, tables) = fixed(found, torch.float32, 1000, Storage(False, torch.float32)), state_of(config, found.arch, device)
     planned = plan_memory(config, found.arch, torch.float32, device, sizes, lookahead_of(config, device), state, tables)
     assert free // 2 - 2**21 < planned.total <= free // 2
+
+
+def test_too_small_a_fraction_is_refused_with_the_one_that_is_needed() -> None:
+    config = EngineConfig(cache=CacheConfig(mem_fraction_static=0.00001))
+    with pytest.raises(NoRoom, match=r"--mem-fraction-static 1e-05 is 0\.\d MiB of [\d,.]+, weights take [\d.]+, and more than") as raised:
+        plan(config)
+    needed = float(re.search(r"more than (\S+) is needed", str(raised.value))[1])  # type: ignore[index]
+    assert 0.00001 < needed < 0.1
+    with pytest.raises(NoRoom, match="no memory is left"):
+        plan(EngineConfig(cache=CacheConfig(mem_fraction_static=0.9 * needed)))
+    assert plan(EngineConfig(cache=CacheConfig(mem_fraction_static=1.5 * needed))).memory.pages
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_allocated() -> None:

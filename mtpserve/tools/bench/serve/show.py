@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mtpserve.tools.bench.serve.measured import BY_CHUNK, BY_LENGTH, BY_TOKENIZER, Measured
 from mtpserve.tools.bench.serve.run import RawRun
 from mtpserve.tools.bench.serve.summary import BUSY, LATE, Spread, Summary
-from mtpserve.tools.bench.serve.sweep import Point, knee
+from mtpserve.tools.bench.serve.sweep import Point, knee, largest_power
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -306,11 +306,13 @@ def show_sweep(points: Sequence[Point], what: str, console: Console | None = Non
             f"note: the knee is where output throughput by mean latency is largest: {loads[best]} {what}",
             soft_wrap=True,
         )
-        if best in (0, len(points) - 1):
-            console.print(
-                f"note: it is the sweep's {'lowest' if best == 0 else 'highest'} load: it may lie beyond",
-                soft_wrap=True,
-            )
+    elif (end := largest_power(points)) is not None:
+        side = "lowest" if end == 0 else "highest"
+        console.print(
+            f"note: no knee was found: output throughput by mean latency is largest at the sweep's {side} "
+            f"load, {loads[end]} {what}; add {'lower' if end == 0 else 'higher'} loads",
+            soft_wrap=True,
+        )
 
 
 @contextmanager

@@ -38,8 +38,14 @@ def power(summary: Summary) -> float:
 def knee(points: Sequence[Point]) -> int | None:
     """The point with the largest power (L. Kleinrock, "Power and deterministic rules of thumb for
     probabilistic problems in computer communications", ICC 1979): up to there throughput grows by a larger
-    factor than latency, beyond it by a smaller one. None: fewer than three points, or no point completed
-    anything."""
+    factor than latency, beyond it by a smaller one. None: it is at an end of the sweep, beyond which power
+    may be larger, or there is none."""
+    best = largest_power(points)
+    return None if best in (None, 0, len(points) - 1) else best
+
+
+def largest_power(points: Sequence[Point]) -> int | None:
+    """None: fewer than three points, or no point completed anything."""
     powers = [power(point.summary) for point in points]
     if len(points) < 3 or not max(powers):
         return None

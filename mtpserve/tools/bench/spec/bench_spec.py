@@ -347,7 +347,8 @@ def show(spec_grid: SpecGrid, figures: Sequence[SpecFigures], notes: Sequence[st
     console = terminal()
     first = ("batch ", "temperature ", "drafts", "AL ", "step ms ")
     columns = (*first, *(f"{stage} " for stage in PARTS), "tok/s ", "S ", "M ")
-    title = f"prompts of {spec_grid.input} tokens, answers of {spec_grid.output}, {spec_grid.rounds} rounds"
+    rounds = f"{spec_grid.rounds} round{'' if spec_grid.rounds == 1 else 's'}"
+    title = f"prompts of {spec_grid.input} tokens, answers of {spec_grid.output}, {rounds}"
     table = plain(console, title, *columns)
     for cell in figures:
         parts = [f"{1000 * cell.parts[stage]:.2f}" if cell.parts else "-" for stage in PARTS]

@@ -92,8 +92,7 @@ class SpecBench:
             times.append(perf_counter() - began)
             if counted != len(times) * load.batch:
                 raise ConfigError(
-                    f"the KV pool does not hold {load.batch} requests at once: --max-total-tokens "
-                    f"must be larger"
+                    f"the KV pool is too small for a batch of {load.batch}: --max-total-tokens must be larger"
                 )
         parts = {} if self.parts is None else dict(self.parts.read())
         for id in prompts:
