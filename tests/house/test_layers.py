@@ -12,7 +12,17 @@ import pytest
 from tests.house.tree import ROOT, sources
 
 FOLDERS = {"mtpserve", "kernels", "configs", "tests", "benchmarks", "docker", "docs"}
-FILES = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt", "mkdocs.yml"}
+FILES = {
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "Makefile",
+    "constraints.txt",
+    "mkdocs.yml",
+    "setup.py",
+}
 
 
 def top_level() -> set[str]:
