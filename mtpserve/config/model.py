@@ -19,6 +19,12 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "w8a8_int8": ("compressed-tensors",), "w8a8_fp8": ("compressed-tensors", "fp8"),
     "fbgemm_fp8": ("fbgemm_fp8",), "modelopt": ("modelopt",), "modelopt_fp8": ("modelopt",),
     "modelopt_fp4": ("modelopt",), "mxfp4": ("mxfp4",), "gguf": ("gguf",),
+    # Formats that are not read: a checkpoint in one is refused by its own name. Where the option names one,
+    # the error says what the checkpoint has.
+    **dict.fromkeys(
+        ("ascend", "auto-round", "bitsandbytes", "experts_int8", "inc", "marlin", "nvfp4", "petit_nvfp4",
+         "qoq", "quark", "torchao", "w4afp8"), (),
+    ),
 }  # fmt: skip
 
 

@@ -140,7 +140,7 @@ REFUSED = {
     'deepseek-ai/DeepSeek-V4-Flash-0731 --reasoning-config \'{"reasoning_parser": "deepseek_v4"}\'': "use --reasoning-parser",
     'Qwen/Qwen3-8B --rope-scaling \'{"rope_type": "yarn", "factor": 4.0}\'': "leave it out, or edit it",
     "Qwen/Qwen3-8B --hf-overrides '{}'": "the checkpoint's config.json says what the model is",
-    "Qwen/Qwen3-8B --quantization bitsandbytes": "--quantization must be one of auto, fp8, int4",
+    "Qwen/Qwen3-8B --quantization nf4": "--quantization must be one of auto, fp8, int4",
     "Qwen/Qwen3-8B --enable-lora": "adapters are not supported",
     "Qwen/Qwen3-Embedding-8B --task embed": "models continue text: leave it out",
     "Qwen/Qwen3-Next-80B-A3B-Instruct -tp 4 --no-enable-chunked-prefill": "true, or left out: prompts are always computed in chunks",

@@ -146,8 +146,15 @@ def test_a_format_that_the_checkpoint_has_may_be_named(name: str, method: str, m
     engine = parse(["m", "--quantization", name]).engine
     config = HFConfig(Path("m/config.json"), {"method": method})
     assert with_format(engine, config) == replace(engine, model=ModelConfig(model="m"))
-    for other, words in (("fp8", "has weights in the format fp8"), ("none", "has weights that are not quantised")):
-        with pytest.raises(ConfigError, match=f"^--quantization {name}: m {words}: leave the option out"):
-            with_format(engine, HFConfig(Path("m/config.json"), {"method": other}))
     assert with_format(parse(["m.gguf", "--quantization", "gguf"]).engine, config).model.quantization == "auto"
     assert name in FORMATS
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "modelopt", "bitsandbytes", "torchao", "quark"])
+def test_another_format_is_refused_with_what_the_checkpoint_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpserve.engine.startup.storage.quantization", lambda config: config.values["method"])
+    engine = parse(["m", "--quantization", name]).engine
+    for other, words in (("fp8", "has weights in the format fp8"), ("none", "has weights that are not quantised")):
+        with pytest.raises(ConfigError, match=f"^--quantization {name}: m {words}: leave the option out, which reads them") as caught:
+            with_format(engine, HFConfig(Path("m/config.json"), {"method": other}))
+        assert ("--quantization int8" in str(caught.value)) == (other == "none")

@@ -98,6 +98,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated() -> None:
         build_engine(config)
 
 
+def test_a_share_that_is_too_small_is_refused_with_one_that_is_enough() -> None:
+    def engine(fraction: float) -> EngineConfig:
+        return EngineConfig(cache=CacheConfig(mem_fraction_static=fraction), scheduler=SchedulerConfig(max_running_requests=1))
+
+    with pytest.raises(
+        NoRoom, match=r"^no memory is left for the KV cache: weights take 16 MiB, .* MiB: raise it to 0.0\d+ or more$"
+    ) as caught:
+        plan(engine(0.0001))
+    assert plan(engine(float(str(caught.value).split()[-3]))).memory.pages[0] >= 1
+
+
 @pytest.mark.parametrize("algorithm", [None, "none", "MTP"])
 def test_a_pool_that_fits_nowhere_is_an_error_of_one_line(algorithm: str | None) -> None:
     config = EngineConfig(cache=CacheConfig(max_total_tokens=10**12), spec=SpecConfig(speculative_algorithm=algorithm))

@@ -66,8 +66,15 @@ def with_format(config: EngineConfig, hf_config: HFConfig) -> EngineConfig:
         return config
     method = "gguf" if directory.suffix == SUFFIX else quantization(hf_config)
     if method not in FORMATS[name]:
-        format = "weights that are not quantised" if method == "none" else f"weights in the format {method}"
-        raise ConfigError(f"--quantization {name}: {directory} has {format}: leave the option out")
+        has = "weights that are not quantised" if method == "none" else f"weights in the format {method}"
+        others = (
+            "; --quantization int8 rounds them on a CPU, `python -m mtpserve.weights.quantise` writes float8"
+            if method == "none"
+            else ""
+        )
+        raise ConfigError(
+            f"--quantization {name}: {directory} has {has}: leave the option out, which reads them{others}"
+        )
     return replace(config, model=replace(config.model, quantization="auto"))
 
 
@@ -87,7 +94,8 @@ def storage_of(
     if weights == "fp8" and "fp8" not in tensor_kinds:
         advice = "python -m mtpserve.weights.quantise writes a checkpoint that has"
         raise ConfigError(
-            f"--quantization fp8: {config.model.directory} has no matrix in float8 with scales; {advice}"
+            f"--quantization fp8: {config.model.directory} has no matrix in float8 with scales: leave the "
+            f"option out; {advice}"
         )
     if weights == "int4" and "int4" not in tensor_kinds:
         formats = "AWQ, GPTQ, compressed-tensors' packed integers, MXFP4"
