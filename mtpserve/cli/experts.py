@@ -16,21 +16,26 @@ Loads = Mapping[int, Sequence[int]]  # by layer, how often each of its experts w
 def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve experts", usage="%(prog)s FILE … --engines N --output FILE",
-        description="Spread the experts of each layer over engines so that these have about as much to do, "
-"and print how even that is: the "
-        "busiest engine's load as a multiple of the mean, before and after, for each layer.",
+        description=(
+            "Assign the experts of each layer to engines so that the engines have equal load. Print the "
+            "balance of each layer, before and after: the busiest engine's load as a multiple of the "
+            "mean."
+        ),
     )  # fmt: skip
     arg_parser.add_argument(
         "files",
         metavar="FILE",
         nargs="+",
-        help="what --record-expert-load wrote: the files of all engines, which are added up",
+        help="files that --record-expert-load wrote, of all engines; their counts are added",
     )
     arg_parser.add_argument(
         "--engines", metavar="N", type=int, required=True,
-        help="--data-parallel-size of the server that will read the file, times the processes of each engine",
+        help=(
+            "number of engine processes of the server that will read the file: --data-parallel-size "
+            "times --tensor-parallel-size"
+        ),
     )  # fmt: skip
-    arg_parser.add_argument("--output", metavar="FILE", required=True, help="file for --expert-map")
+    arg_parser.add_argument("--output", metavar="FILE", required=True, help="file to write, for --expert-map")
     return arg_parser
 
 

@@ -31,38 +31,41 @@ def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve generate",
         usage="%(prog)s [PROMPT] [options]",
-        description="Continue a prompt: accepted drafts are green, rejected ones struck out.",
+        description="Continue a prompt. Accepted drafts are green, rejected drafts are struck out.",
     )
+    arg_parser.add_argument("prompt", nargs="?", help="text to continue (default: read from standard input)")
     arg_parser.add_argument(
-        "prompt", nargs="?", help="the text to continue; without it standard input is read"
-    )
-    arg_parser.add_argument(
-        "--keep-rejected", action="store_true", help="leave rejected drafts in the text, struck out"
+        "--keep-rejected", action="store_true", help="keep rejected drafts in the text, struck out"
     )
     group = arg_parser.add_argument_group("sampling options")
     group.add_argument(
-        "--max-tokens", metavar="N", type=int, help=f"tokens to generate (default: {MAX_TOKENS})"
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        help=f"maximum number of tokens to generate (default: {MAX_TOKENS})",
     )
     group.add_argument(
         "--temperature",
         metavar="X",
         type=float,
-        help="0 is greedy (default: what the model's makers recommend, or 1)",
+        help="sampling temperature; 0: greedy (default: the model's recommended value, or 1)",
     )
-    group.add_argument("--top-k", metavar="N", type=int, help="keep the k likeliest tokens (default: all)")
+    group.add_argument(
+        "--top-k", metavar="N", type=int, help="sample from the N likeliest tokens (default: all)"
+    )
     group.add_argument(
         "--top-p",
         metavar="X",
         type=float,
-        help="keep the likeliest tokens that together have this probability",
+        help="sample from the likeliest tokens whose probabilities sum to X",
     )
     group.add_argument(
         "--min-p",
         metavar="X",
         type=float,
-        help="drop tokens below this share of the likeliest one's probability",
+        help="drop tokens whose probability is below X times that of the likeliest token",
     )
-    group.add_argument("--seed", metavar="N", type=int, help="the same seed gives the same text")
+    group.add_argument("--seed", metavar="N", type=int, help="random seed; the same seed gives the same text")
     add_options(arg_parser, ENGINE_SECTIONS)
     return arg_parser
 

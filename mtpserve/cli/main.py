@@ -18,14 +18,16 @@ log = logging.getLogger(__name__)
 
 COMMANDS = {
     "launch": "serve a model over HTTP with OpenAI's API",
-    "generate": "continue a prompt in the terminal, coloured by where each token came from",
+    "generate": "continue a prompt in the terminal, with each token coloured by its origin",
     "inspect": "print a checkpoint's architecture, weights and memory plan without loading it",
-    "prove": "test that a model's output is that of plain decoding: greedy identity, and one test per "
-    "sampling feature",
-    "replay": "run the steps of a recording again and compare the results",
+    "prove": (
+        "test that a model's output is the same as with plain decoding: greedy identity, and one "
+        "test per sampling feature"
+    ),
+    "replay": "run recorded steps again and compare the results",
     "doctor": "print versions and devices, and test this device's kernels",
-    "experts": "place a model's experts over engines by their measured load",
-    "bench": "measure a running server under load, score a model twice, or simulate a prefix cache",
+    "experts": "assign a model's experts to engines by measured load",
+    "bench": "benchmark a running server, a model's answers, decoding settings, or the prefix cache",
     "version": "print the version",
 }
 

@@ -238,7 +238,7 @@ def add_options(
 ) -> None:
     """One group per section, of the fields in `only` where that is given. Values stay text; options that are
     not given are absent from the namespace."""
-    unused = parser.add_argument_group("accepted, as other servers have them, without effect")
+    unused = parser.add_argument_group("options of other servers without effect here")
     for section in sections:
         options = [
             option
@@ -259,12 +259,15 @@ def add_options(
             group.add_argument(*flags, dest=option.name, default=argparse.SUPPRESS, help=text, **kind)
     both = parser.add_argument_group("options from a file, or as JSON")
     both.add_argument(
-        "--config", metavar="FILE", help="YAML file with the same keys; the command line overrides it"
+        "--config", metavar="FILE", help="YAML file with options as keys; the command line overrides it"
     )
     both.add_argument(
         "--speculative-config",
         metavar="JSON",
-        help=f"an object with {', '.join(SPECULATIVE_KEYS)}; null: none; {{}}: as the model has it",
+        help=(
+            f"speculation as one JSON object with {', '.join(SPECULATIVE_KEYS)}; null: no speculation; "
+            f"{{}}: the default"
+        ),
     )
     parser._action_groups.remove(unused)  # last
     parser._action_groups.append(unused)

@@ -25,7 +25,11 @@ class Parser(argparse.ArgumentParser):
         # argparse rejects a prefix of two names of one option as ambiguous; `_full` does not.
         super().__init__(allow_abbrev=False, add_help=False, formatter_class=Formatter, **options)
         self.add_argument(
-            "-h", "--help", action=Help, metavar="all", help="show the common options; all: every option"
+            "-h",
+            "--help",
+            action=Help,
+            metavar="all",
+            help="show the common options; --help all shows every option",
         )
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:

@@ -15,48 +15,48 @@ LEAST_HOST_GIB, DISK_GIB = 0.25, 10.0
 class CacheConfig:
     page_size: int = option(
         USUAL_PAGE,
-        "tokens in one page of the KV pool (128 where layers keep entries of as many)",
+        "tokens in one page of the KV cache (128 for models whose layers store an entry per 128 tokens)",
         "block-size",
     )
     max_total_tokens: int | None = option(
-        None, "tokens in the KV pool (default: what memory allows, see --mem-fraction-static)"
+        None, "tokens in the KV cache (default: what --mem-fraction-static allows)"
     )
     mem_fraction_static: float | None = option(
         None,
-        "fraction of memory for weights and KV cache (default: 0.85 of the free GPU memory, 0.1 of the "
-        "RAM on a CPU)",
+        "fraction of memory for weights and KV cache (default: 0.85 of the free GPU memory, 0.1 of "
+        "the RAM on a CPU)",
         "gpu-memory-utilization",
     )
     kv_cache_dtype: str = option(
         "auto",
-        "keys and values: fp8_e4m3 (or fp8) takes half the memory and rounds to 3 bits of mantissa; "
-        "auto stores them in --dtype",
+        "number format of keys and values. fp8_e4m3 (or fp8) halves their memory and rounds to 3 "
+        "bits of mantissa; bfloat16; auto: --dtype",
         choices=("auto", "fp8_e4m3", "fp8", "bfloat16"),
         synonyms=(("bf16", "bfloat16"),),
     )
     disable_radix_cache: bool = option(
         False,
-        "no prefix cache: each request computes its whole prompt, each choice of n too",
+        "turn the prefix cache off: each request computes its whole prompt",
         "no-enable-prefix-caching",
     )
     kv_offload_gib: float = option(
-        0.0, "host memory for pages that the KV pool had to give up, in GiB: they come back instead of "
-"being computed again",
+        0.0, (
+            "host memory for KV pages that are evicted from the device, in GiB; later requests load "
+            "these pages instead of computing them again"
+        ),
         "kv-offloading-size", "hicache-size",
     )  # fmt: skip
     kv_offload_dir: str | None = option(
         None,
-        "folder for pages on disk: they outlive the process, and engines on one machine share them "
-        "(host memory: at least 0.25 GiB)",
+        "folder for KV pages on disk. The pages survive a restart, and the engines of one machine "
+        "share them (needs 0.25 GiB of host memory)",
     )
-    kv_offload_dir_gib: float | None = option(
-        None, "most that --kv-offload-dir may hold, in GiB (default: 10)"
-    )
+    kv_offload_dir_gib: float | None = option(None, "maximum size of --kv-offload-dir, in GiB (default: 10)")
     kv_events_config: str | None = option(
         None,
-        'events of the prefix cache for routers, with all tokens: JSON, as in vLLM; {"publisher": '
-        '"zmq"} listens on tcp://127.0.0.1:5557, '
-        'with "endpoint": "tcp://*:5557" on all interfaces',
+        "publish events of the prefix cache, with token ids, for routers: JSON, as in vLLM. "
+        '{"publisher": "zmq"} listens on tcp://127.0.0.1:5557; "endpoint": "tcp://*:5557" listens on '
+        "all interfaces",
     )
 
     def __post_init__(self) -> None:

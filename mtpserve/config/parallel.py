@@ -15,29 +15,29 @@ class ParallelConfig:
 
     tensor_parallel_size: int = option(
         1,
-        "processes that share each layer of an engine's model, on a GPU each or a part of the cores",
+        "processes that compute each layer of one engine together, each on one GPU, or on a part of "
+        "the CPU cores",
         "tp",
         "tp-size",
     )
-    pipeline_parallel_size: int = option(
-        1, "devices that share the layers: only 1 is supported yet", "pp", "pp-size"
-    )
+    pipeline_parallel_size: int = option(1, "pipeline stages: only 1 is supported", "pp", "pp-size")
     data_parallel_size: int = option(
-        1, "engines with a copy of the model each, on a GPU each or a part of the cores; a request "
-"goes where its prompt was seen", "dp",
+        1, (
+            "engines, each with a copy of the model on its own GPUs or CPU cores; a request goes to the "
+            "engine that has its prompt's prefix in the cache"
+        ), "dp",
         "dp-size",
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False,
-        "spread a model's routed experts over the engines of --data-parallel-size: each has "
-        "requests, KV and all other weights itself. "
-        "With --tensor-parallel-size over the processes of all engines: each has some experts "
-        "instead of a part of each",
+        "spread the routed experts over the --data-parallel-size engines; each engine has its own "
+        "requests, KV cache and other weights. With --tensor-parallel-size each process of all "
+        "engines has whole experts, not a part of every expert",
     )
     enable_dp_attention: bool = option(
         False,
-        "SGLang's form of --enable-expert-parallel: --tensor-parallel-size counts the processes of all "
-        "engines, and each of the --data-parallel-size engines has an equal part of them",
+        "SGLang's form of --enable-expert-parallel: --tensor-parallel-size counts the processes of "
+        "all engines; each of the --data-parallel-size engines uses an equal part of them",
     )
     expert_parallel_size: int = option(
         1,
@@ -47,24 +47,26 @@ class ParallelConfig:
     )
     expert_map: str | None = option(
         None,
-        "JSON file: for each layer the list of its experts' EP ranks; `mtpserve experts` writes it "
-        "(default: evenly, in order)",
+        "JSON file: for each layer the list of its experts' EP ranks. `mtpserve experts` writes the "
+        "file (default: experts in order, evenly)",
     )
     record_expert_load: str | None = option(
         None,
-        "file that counts how often each expert of each layer is chosen; engine 0 writes FILE.0, and so "
-        "on; see `mtpserve experts`",
+        "file that counts how often each expert of each layer is used; engine 0 writes FILE.0, "
+        "engine 1 FILE.1; see `mtpserve experts`",
     )
 
     engine_restarts: int | None = option(
         None,
-        "how often an engine that has died is started again; its requests go on (default: 0 for one "
-        "engine, else without end)",
+        "how often an engine that died is restarted; its requests continue (default: 0 for one "
+        "engine, no limit for several)",
     )
 
     engine_timeout: float = option(
-        20.0, "seconds without a sign of life after which an engine's stacks are logged, and it is ended "
-"as if it had died; 0: never",
+        20.0, (
+            "seconds without a heartbeat after which a hanging engine is killed and its stack traces are "
+            "logged; 0: never"
+        ),
         "watchdog-timeout",
     )  # fmt: skip
 
@@ -88,7 +90,7 @@ class ParallelConfig:
             self.pipeline_parallel_size == 1,
             "pipeline_parallel_size",
             self.pipeline_parallel_size,
-            "1: it is not supported yet",
+            "1: pipeline parallelism is not supported; use --tensor-parallel-size",
         )
         size = engines * self.ranks
         check(
@@ -152,13 +154,13 @@ class ParallelConfig:
 class CPUConfig:
     cpu_threads: int | None = option(
         None,
-        "threads of the engine's process (default: one for each of its cores, or OMP_NUM_THREADS, and fewer "
-        "while other processes use the cores)",
+        "threads of each engine process (default: one per core, or OMP_NUM_THREADS; fewer while "
+        "other processes use the cores)",
     )
     cpu_affinity: str | None = option(
         None,
-        "cores of the engine's process, like 0-7,16-23; with those of one NUMA node its weights are "
-        "on that node, too (default: all)",
+        "cores of the engine process, like 0-7,16-23. If all are on one NUMA node, the weights are "
+        "stored there too (default: all cores)",
     )
 
     def __post_init__(self) -> None:

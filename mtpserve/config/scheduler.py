@@ -16,57 +16,67 @@ CAPTURED = 256  # requests of one captured step, at most
 class SchedulerConfig:
     max_running_requests: int | None = option(
         None,
-        "requests that run at once (default: by KV pool and tokens per step, at most 256)",
+        "maximum number of requests that run at once (default: from KV cache size and tokens per "
+        "step, at most 256)",
         "max-num-seqs",
     )
     chunked_prefill_size: int | None = option(
         None,
-        "tokens per step, prompts and decoding together (default: 512 on a CPU, 2048 on a GPU)",
+        "maximum tokens per step, of prompts and decoding together (default: 512 on a CPU, 2048 on a GPU)",
         "max-num-batched-tokens",
     )
     enable_chunked_prefill: bool = option(
-        True, "compute prompts in chunks, together with decoding: always on", "enable-mixed-chunk"
+        True, "always on: prompts are computed in chunks, together with decoding", "enable-mixed-chunk"
     )
     scheduling_policy: str = option(
         "fcfs",
-        "fcfs: requests are served in the order of arrival; lpm: those with the longest prefix in "
-        "the cache first, nobody waits for ever; "
-        "priority: those with a lower `priority` first, and they are preempted last",
+        "order of waiting requests. fcfs: by arrival; lpm: longest cached prefix first, with a bound "
+        "on overtaking; priority: lower `priority` first, and these requests are preempted last",
         "schedule-policy",
         choices=("fcfs", "lpm", "priority"),
     )
     schedule_conservativeness: float = option(
         1.0,
-        "a request starts if pages for a tenth of what others may still produce stay free, times "
-        "this; 0: as soon as it fits",
+        "KV pages that must stay free when a request starts: this number times a tenth of what "
+        "running requests may still need; 0: start as soon as the request fits",
     )
     long_prefill_token_threshold: int | None = option(
         None,
-        "a prompt with more tokens to compute is long, and gets at most so many per step beside "
-        "others (default: see docs/cache.md)",
+        "a prompt with more uncached tokens than this is long; while other requests run, it gets at "
+        "most this many tokens per step (default: see docs/cache.md)",
     )
     max_long_partial_prefills: int = option(
-        1, "long prompts that are computed at a time: short ones overtake the others"
+        1,
+        (
+            "maximum number of long prompts that are computed at once; short prompts overtake the other "
+            "long ones"
+        ),
     )
-    random_seed: int | None = option(
-        None, "seed from which requests without one get theirs (default: random)"
-    )
+    random_seed: int | None = option(None, "seed for requests that set none (default: random)")
     max_queued_requests: int | None = option(
-        None, "requests that may wait; more are refused with 429", "max-num-queued-reqs"
+        None,
+        "maximum number of waiting requests; further requests get HTTP 429 (default: no limit)",
+        "max-num-queued-reqs",
     )
     disable_cuda_graph: bool = option(
-        False, "on a GPU: launch every kernel by itself instead of replaying captured steps", "enforce-eager"
+        False, "launch each kernel instead of replaying CUDA graphs (GPU only)", "enforce-eager"
     )
     cuda_graph_max_bs: int | None = option(
-        None, "decoding requests in one captured step; further ones run uncaptured (default: "
-"--max-running-requests, at most 256)",
+        None, (
+            "maximum number of decoding requests in one CUDA graph; larger batches run without a graph "
+            "(default: --max-running-requests, at most 256)"
+        ),
         "max-cudagraph-capture-size", "cuda-graph-max-bs-decode",
     )  # fmt: skip
     record_steps: str | None = option(
-        None, "file for each step's plan and result, which `mtpserve replay` runs again; prompts included"
+        None,
+        (
+            "file that records each step's plan and result, prompts included; `mtpserve replay` runs the "
+            "steps again"
+        ),
     )
     disable_overlap_schedule: bool = option(
-        False, "on a GPU: plan a step only after the previous one was read, instead of while it runs"
+        False, "plan a step after the previous step has ended, instead of while it runs (GPU only)"
     )
 
     def __post_init__(self) -> None:

@@ -42,86 +42,105 @@ class ServerConfig:
     port: int = option(30000, "port to listen on; 0 takes a free one")
     api_key: tuple[str, ...] = option(
         (),
-        "keys of the API, comma-separated or given several times; visible to ps, unlike --api-key-file",
+        "API keys, comma-separated, or give the option several times. Other users of the machine can "
+        "see them with ps; prefer --api-key-file",
         secret=True,
     )
-    api_key_file: str | None = option(None, "file with keys of the API, one per line")
+    api_key_file: str | None = option(None, "file with API keys, one per line")
     admin_api_key: tuple[str, ...] = option(
-        (), "keys of the management routes (default: --api-key's)", secret=True
+        (), "API keys for the management routes (default: those of --api-key)", secret=True
     )
-    admin_api_key_file: str | None = option(None, "file with keys of the management routes, one per line")
+    admin_api_key_file: str | None = option(
+        None, "file with API keys for the management routes, one per line"
+    )
     allowed_origins: tuple[str, ...] = option(
-        (), "origins whose pages may call the API from a browser; *: any (default: none)"
+        (), "origins (CORS) whose web pages may call the API; *: any (default: none)"
     )
     root_path: str = option(
         "",
-        "path, like /api, under which a proxy offers the server, whether it leaves it in or not",
+        "path prefix of a proxy, like /api; requests may come with or without it (default: none)",
         "fastapi-root-path",
     )
-    ssl_keyfile: str | None = option(None, "private key, for HTTPS")
-    ssl_keyfile_password: str | None = option(None, "what the private key is encrypted with", secret=True)
-    ssl_certfile: str | None = option(None, "certificate chain, for HTTPS")
+    ssl_keyfile: str | None = option(None, "file with the private key, for HTTPS")
+    ssl_keyfile_password: str | None = option(None, "password of the private key", secret=True)
+    ssl_certfile: str | None = option(None, "file with the certificate chain, for HTTPS")
     ssl_ca_certs: str | None = option(
-        None, "CA certificates; clients must then present a certificate that one of them has signed"
+        None,
+        (
+            "file with CA certificates; clients must present a certificate that one of these CAs signed "
+            "(mutual TLS)"
+        ),
     )
-    max_request_bytes: int = option(8 << 20, "bytes in a request's body; more are refused with 413")
+    max_request_bytes: int = option(
+        8 << 20, "maximum size of a request's body, in bytes; larger requests get HTTP 413"
+    )
     queue_timeout: float | None = option(
-        None, "seconds that a request may wait for its first token; then 503"
+        None,
+        ("seconds that a request may wait for its first token; then it gets HTTP 503 (default: no limit)"),
     )
     request_timeout: float | None = option(
-        None, "seconds that a request may take; then 408, or an error in its stream"
+        None,
+        (
+            "seconds that a request may take; then it gets HTTP 408, or an error in its stream (default: "
+            "no limit)"
+        ),
     )
-    read_timeout: float = option(60.0, "seconds in which a client must have sent its whole request")
+    read_timeout: float = option(60.0, "seconds in which a client must send its whole request")
     write_timeout: float = option(
-        60.0, "seconds for which a client may leave its response unread before the connection is closed"
+        60.0, "seconds that a client may pause reading its response; then the connection is closed"
     )
     sse_keep_alive_interval: float = option(
-        0.0, "seconds without an event after which a stream gets a comment; 0: never"
+        0.0,
+        (
+            "seconds without an event after which a stream sends a comment, to keep the connection open; "
+            "0: never"
+        ),
     )
     clamp_max_tokens: bool = option(
         True,
-        "chats, responses: max_tokens above what is left of the context means what is left; off: such "
-        "requests are refused",
+        "chat and responses APIs: reduce a max_tokens that exceeds the rest of the context, instead "
+        "of refusing the request",
     )
     max_logprobs: int = option(
         MAX_LOGPROBS,
-        "alternatives whose log-probabilities a request may ask for with each token; -1: the whole "
-        "vocabulary",
+        "maximum number of log-probabilities per token that a request may ask for; -1: the whole vocabulary",
     )
     enable_force_include_usage: bool = option(
         False,
-        "end every stream of completions and chats with its usage",
+        "send token usage at the end of every stream of the completions and chat APIs",
         "stream-response-default-include-usage",
     )
     return_tokens_as_token_ids: bool = option(
-        False, "name tokens by their ids in log-probabilities, unless a request says otherwise"
+        False, "show tokens as ids in log-probabilities, unless a request says otherwise"
     )
     enable_tokenizer_info_endpoint: bool = option(
-        False, "offer GET /tokenizer_info: the tokenizer's configuration and the chat template"
+        False, "serve GET /tokenizer_info: the tokenizer's configuration and the chat template"
     )
     log_requests: bool = option(False, "log requests, including their prompts", "enable-log-requests")
     log_level: str = option(
-        "info", "debug, info, warning or error", choices=("debug", "info", "warning", "error")
+        "info",
+        "least severe level that is logged: debug, info, warning or error",
+        choices=("debug", "info", "warning", "error"),
     )
     log_format: str = option(
         "text", "text, or json: one object a line, in all processes", choices=LOG_FORMATS
     )
     log_interval: float = option(
         5.0,
-        "seconds between two lines of statistics while requests run; 0: none",
+        "seconds between two log lines with statistics while requests run; 0: no such lines",
         "decode-log-interval-seconds",
     )
     drain_timeout: float = option(
-        30.0, "seconds that SIGTERM gives running requests to finish", "shutdown-timeout"
+        30.0, "seconds that running requests have to finish after SIGTERM", "shutdown-timeout"
     )
     drain_delay: float = option(
         0.0,
-        "after SIGTERM report 503 on /health for this many seconds but accept requests, so that load "
-        "balancers can move away first",
+        "after SIGTERM, answer 503 on /health for this many seconds but still accept requests, so "
+        "that load balancers can move away first",
     )
-    enable_metrics: bool = option(False, "has no effect: /metrics is always offered")
+    enable_metrics: bool = option(False, "no effect: /metrics is always served")
     metrics_compat: str | None = option(
-        None, "offer the metrics under the names of these engines too: sglang, vllm, or sglang,vllm"
+        None, "also serve metrics under the names of other servers: sglang, vllm, or sglang,vllm"
     )
     otlp_traces_endpoint: str | None = option(
         None,
@@ -133,30 +152,32 @@ class ServerConfig:
     )
     profile_dir: str | None = option(
         None,
-        "directory for the traces of /start_profile (default: VLLM_TORCH_PROFILER_DIR or "
+        "folder for the traces of /start_profile (default: VLLM_TORCH_PROFILER_DIR or "
         "SGLANG_TORCH_PROFILER_DIR)",
     )
     tool_call_parser: str = option(
         AUTO,
-        "how the model writes tool calls, for tool_choice auto; auto: as its template or its family does",
+        "format in which the model writes tool calls, for tool_choice auto; auto: from the chat "
+        "template or the model family",
         choices=TOOL_CALL_PARSERS,
     )
     enable_auto_tool_choice: bool = option(
-        False, "has no effect: it is enabled where --tool-call-parser is not none"
+        False, "no effect: tool calls are parsed unless --tool-call-parser is none"
     )
     default_chat_template_kwargs: str | None = option(
         None,
-        "defaults of the chat template's variables, which a request may override: JSON, like "
+        "default values of the chat template's variables, which a request may override: JSON, like "
         '{"enable_thinking": false}',
     )
     reasoning_parser: str = option(
         AUTO,
-        "how the model marks its reasoning, for reasoning_content; auto: as its template or its family does",
+        "format in which the model marks its reasoning; auto: from the chat template or the model family",
         choices=REASONING_PARSERS,
     )
     reasoning_field: str = option(
         "reasoning_content",
-        "field of a chat's stream that has the reasoning; whole answers have both",
+        "field for the reasoning in chat streams: reasoning_content, reasoning or both; answers that "
+        "are not streamed have both fields",
         choices=REASONING_FIELDS,
     )
 

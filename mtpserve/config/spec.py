@@ -22,76 +22,78 @@ MAX_ROWS = 56  # a request's nodes, the free drafts included, are bits of one 64
 class SpecConfig:
     speculative_algorithm: str | None = option(
         None,
-        "MTP or NEXTN: draft with the checkpoint's own MTP layer; EAGLE: the same, or with the head "
-        "in --speculative-draft-model-path; "
-        "EAGLE3, MEDUSA, DFLASH, STANDALONE: with the head or model there; NGRAM: look up earlier "
-        "occurrences, needs no model; "
-        "MTP+NGRAM, EAGLE3+NGRAM and so on: both in one tree; none: plain decoding (default: auto: "
-        "MTP where the checkpoint has an "
-        "MTP layer that can be used, else none)",
+        "source of drafts. MTP, NEXTN: the checkpoint's MTP layer; EAGLE: the MTP layer, or the head "
+        "in --speculative-draft-model-path; EAGLE3, MEDUSA, DFLASH, STANDALONE: the head or model in "
+        "--speculative-draft-model-path; NGRAM: earlier text, without a model; MTP+NGRAM, "
+        "EAGLE3+NGRAM, …: both in one tree; none: no drafts (default: auto: MTP if the checkpoint "
+        "has a usable MTP layer, else none)",
         "speculative-algo",
         "spec-method",
         synonyms=SPEC_TYPES,
     )
     speculative_num_steps: int | None = option(
-        None, "depth of the drafts, 0 to 7 (default: 3, and no more than MTP layers where each depth has "
-"its own)",
+        None, (
+            "maximum number of drafts in a row, 0 to 7 (default: 3; at most the number of MTP layers if "
+            "each depth has its own layer)"
+        ),
         "num-speculative-tokens", "spec-tokens", "max-draft-len", "spec-draft-n-max",
     )  # fmt: skip
     speculative_eagle_topk: int | None = option(
-        None, "branches per draft step, 1 to 8; 1 is a chain (default: 1)"
+        None, "branches per draft step, 1 to 8; 1: a chain, more: a tree (default: 1)"
     )
     speculative_num_draft_tokens: int | None = option(
         None,
-        f"size of the verified tree with its root, at most {MAX_ROWS} (default: num-steps * topk + 1; a "
-        f"chain has always num-steps + 1)",
+        f"size of the verified tree with its root, at most {MAX_ROWS} (default: num-steps * topk + 1; "
+        "always num-steps + 1 for a chain)",
     )
     speculative_adaptive: bool = option(
         True,
         "choose the draft length at run time, from 0 to --speculative-num-steps; off: always the maximum",
     )
     speculative_disable_by_batch_size: int | None = option(
-        None, "do not draft while more requests run than this; sampled text may then depend on the load "
-"(default: always draft)",
+        None, (
+            "stop drafting while more requests than this run; sampled text may then depend on the load "
+            "(default: always draft)"
+        ),
         "max-concurrency",
     )  # fmt: skip
     speculative_draft_model_path: str | None = option(
         None,
-        "directory or id of a separately published NextN layer, head or draft model (default: the "
-"model's own MTP layer)",
+        "directory or Hugging Face id of a separate NextN layer, head or draft model (default: the "
+        "model's own MTP layer)",
         "speculative-draft-model", "spec-model",
     )  # fmt: skip
     speculative_draft_model_quantization: str = option(
         "auto",
-        "the draft model's layer and head, on a CPU: int8, lossless as all drafting, none, or auto: "
-        "int8 where it drafts faster",
+        "number format of the draft layer and head on a CPU: int8, none, or auto (int8 where it is "
+        "faster). The output stays the same: drafts are verified",
         choices=("auto", "int8", "none"),
     )
     speculative_token_map: str | None = option(
         None,
-        "file of the draft head's vocabulary, made by `mtpserve inspect --token-map`: a smaller "
-        "head drafts faster (default: all)",
+        "file with the token ids that the draft head may draft: a smaller head is faster. `mtpserve "
+        "inspect --token-map` writes the file (default: all tokens)",
     )
     speculative_accept_threshold_single: float = option(
         1.0,
-        "LOSSY below 1: accept a draft whose own probability is at least this; the output is then "
-        "not the model's",
+        "LOSSY below 1: accept a draft if the target model gives it at least this probability; the "
+        "output distribution changes",
     )
     speculative_accept_threshold_acc: float = option(
         1.0,
-        "LOSSY below 1: accept one of a node's drafts with min(1, their probability / this); the "
-        "output is then not the model's",
+        "LOSSY below 1: accept one of a node's drafts with probability min(1, their summed "
+        "probability / this); the output distribution changes",
     )
     speculative_synthetic_acceptance: str | None = option(
         None,
-        "NOT FOR SERVING: accept drafts at random by this curve, for measurements: a published one "
-        "(glm-5.2-mtp, deepseek-r1-mtp, …), "
-        "acceptance lengths of 1, 2, … drafts (1.84,2.50,2.99), or a JSON file of them",
+        "NOT FOR SERVING: accept drafts at random, for measurements. The value is a published curve "
+        "(glm-5.2-mtp, deepseek-r1-mtp, …), acceptance lengths for 1, 2, … drafts (1.84,2.50,2.99), "
+        "or a JSON file with them",
     )
     speculative_exact: bool = option(
         False,
-        "greedy output bitwise equal to plain decoding's, in bfloat16 too; always so with a CPU's "
-        "own kernels, elsewhere slower",
+        "make greedy output bitwise equal to decoding without drafts, in bfloat16 too (slower; the "
+        "CPU kernels always do this)",
     )
 
     def __post_init__(self) -> None:

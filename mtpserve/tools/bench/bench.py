@@ -17,14 +17,18 @@ BENCHMARKS = {
     "cache": "mtpserve.tools.simulate.bench_cache:run",
 }
 HELP = {
-    "serve": "load a running server, ours or another with OpenAI's API: throughput, latencies, acceptance, "
-    "cost",
-    "eval": "score a model on questions from files, and compare its answers with plain decoding's or "
-    "another server's",
-    "spec": "compare depths and branches in one running engine: acceptance, step times, speed-up, the best "
-    "options per batch size",
-    "cache": "simulate a trace: what hit rate and time to the first token it gets with a KV pool of some "
-    "size",
+    "serve": "benchmark a running server with OpenAI's API: throughput, latencies, acceptance, cost",
+    "eval": (
+        "score a model on questions from files, and compare its answers with those without drafts or of "
+        "another server"
+    ),
+    "spec": (
+        "compare draft depths and trees in one engine: acceptance, step times, speed-up, the best "
+        "options per batch size"
+    ),
+    "cache": (
+        "simulate a trace of requests: cache hit rate and time to the first token for several KV cache sizes"
+    ),
 }
 
 

@@ -39,24 +39,27 @@ def parser() -> Parser:
         description="Print a checkpoint's architecture, weights and memory plan.",
     )
     help = (
-        "the same as --model; together with --model, a head or draft model: whether it fits that model, "
-        "and the plan with both"
+        "the same as --model. With --model: a head or draft model; the report says whether it fits "
+        "the model, and has the memory plan for both"
     )
     arg_parser.add_argument("checkpoint", nargs="?", metavar="MODEL", help=help)
     arg_parser.add_argument(
-        "texts", nargs="*", metavar="TEXTFILE", help="with --token-map: text like that which will be served"
+        "texts",
+        nargs="*",
+        metavar="TEXTFILE",
+        help="with --token-map: text files, similar to the texts that will be served",
     )
     arg_parser.add_argument(
         "--token-map",
         metavar="OUT.json",
-        help="write the most frequent tokens of the text files to this file",
+        help="file to which the most frequent tokens of the text files are written",
     )
     arg_parser.add_argument(
         "--token-map-size",
         metavar="N",
         type=int,
         default=TOKEN_MAP_SIZE,
-        help=f"how many (default: {TOKEN_MAP_SIZE})",
+        help=f"number of tokens in that file (default: {TOKEN_MAP_SIZE})",
     )
     arg_parser.add_argument("--memory", action="store_true", help="print only the memory plan")
     arg_parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")

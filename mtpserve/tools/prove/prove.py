@@ -32,37 +32,36 @@ def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve prove",
         usage="%(prog)s [options]",
-        description="Compare a model's output with speculation to its output without.",
+        description="Compare a model's output with speculation to its output without speculation.",
     )
     arg_parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="prompts, one JSON string or plain text per line (default: a built-in set)",
+        help="file with prompts, one JSON string or plain text per line (default: a built-in set)",
     )
     arg_parser.add_argument(
         "--tokens",
         metavar="N",
         type=int,
         default=TOKENS,
-        help=f"greedy tokens per prompt (default: {TOKENS})",
+        help=f"number of greedy tokens per prompt (default: {TOKENS})",
     )
     arg_parser.add_argument(
         "--draws",
         metavar="N",
         type=int,
         default=DRAWS,
-        help=f"draws per sampling feature and side (default: {DRAWS})",
+        help=f"number of samples per sampling feature, with speculation and without (default: {DRAWS})",
     )
     arg_parser.add_argument(
         "--tie", metavar="GAP", type=float,
-        help="excuse greedy divergences between tokens whose log-probabilities differ by no more, and "
-"nothing else: 0 excuses nothing "
-        "(default: what rounding in --dtype is measured to explain)",
+        help=(
+            "accept greedy differences between tokens whose log-probabilities differ by at most X; 0: "
+            "accept none (default: the measured rounding error of --dtype)"
+        ),
     )  # fmt: skip
-    arg_parser.add_argument("--json", metavar="FILE", help="write all results here")
-    arg_parser.add_argument(
-        "--quiet", action="store_true", help="do not show on standard error how far it is"
-    )
+    arg_parser.add_argument("--json", metavar="FILE", help="file for all results, as JSON")
+    arg_parser.add_argument("--quiet", action="store_true", help="show no progress")
     add_options(arg_parser, ENGINE_SECTIONS)
     return arg_parser
 

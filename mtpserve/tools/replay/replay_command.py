@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve replay", usage="%(prog)s FILE [options]",
-        description="Run recorded steps once more and compare each result. Device, sizes and all other "
-"options are the recording's.",
+        description=(
+            "Run recorded steps again and compare each result. The recording has the device, the sizes "
+            "and all other options."
+        ),
     )  # fmt: skip
-    arg_parser.add_argument("file", metavar="FILE", help="what --record-steps wrote")
+    arg_parser.add_argument("file", metavar="FILE", help="file that --record-steps wrote")
     arg_parser.add_argument(
-        "--model", "--model-path", metavar="TEXT", help="where the model is here (default: where it was)"
+        "--model",
+        "--model-path",
+        metavar="TEXT",
+        help="path of the model on this machine (default: the recorded path)",
     )
     return arg_parser
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,10 +45,11 @@ def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve bench cache",
         usage="%(prog)s --trace FILE --pool-tokens N,N,... [options]",
-        description="What hit rate and time to the first token a trace gets with a KV pool of some size. "
-        "Nothing is computed: scheduler "
-        "and cache work through the trace in simulated time, and a step takes as long as a roofline "
-        "of the device says.",
+        description=(
+            "Simulate a trace of requests, and report cache hit rate and time to the first token for "
+            "several sizes of the KV cache. No model runs: scheduler and cache process the trace in "
+            "simulated time, and a roofline model of the device gives the time of a step."
+        ),
     )
 
     def number(group: Any, name: str, help: str, default: float | None = None) -> None:
@@ -60,44 +61,56 @@ def parser() -> Parser:
         "--trace",
         metavar="FILE",
         required=True,
-        help="in Mooncake's format, one JSON object per line, or ShareGPT's, a list",
+        help="file with the trace: in Mooncake's format (one JSON object per line) or ShareGPT's (a list)",
     )
     trace.add_argument(
-        "--num-prompts", metavar="N", type=int, help="how many of its conversations (default: all)"
+        "--num-prompts", metavar="N", type=int, help="number of conversations of the trace (default: all)"
     )
     number(
         trace,
         "request-rate",
-        "conversations per second, at random intervals, where the trace has no times",
+        "conversations per second, at random times, if the trace has no times",
         1.0,
     )
     number(trace, "think-time", "seconds before a conversation's next turn", 0.0)
-    number(trace, "slowdown-factor", "of the trace's own times", 1.0)
-    device = arg_parser.add_argument_group("the device")
-    sizes = "tokens in its KV pool; several sizes give a row each (default: --max-total-tokens)"
+    number(trace, "slowdown-factor", "factor for the trace's own times", 1.0)
+    add_device(arg_parser.add_argument_group("device"), number)
+    arg_parser.add_argument("--output-file", metavar="FILE", help="file for the results, as JSON")
+    add_options(arg_parser, SECTIONS, KNOWN)
+    return arg_parser
+
+
+def add_device(device: Any, number: Callable[..., None]) -> None:
+    sizes = "size of the KV cache in tokens; several sizes give one row each (default: --max-total-tokens)"
     device.add_argument("--pool-tokens", metavar="N,N,...", help=sizes)
     below = (
-        "GiB of host memory for pages that the pool had to give up; several sizes give a row each "
-        "(default: --kv-offload-gib)"
+        "host memory for evicted KV pages, in GiB; several sizes give one row each (default: "
+        "--kv-offload-gib)"
     )
     device.add_argument("--host-gib", metavar="X,X,...", help=below)
     device.add_argument(
-        "--device-profile", choices=tuple(PROFILES), default="h200", help="its rates (default: h200)"
+        "--device-profile",
+        choices=tuple(PROFILES),
+        default="h200",
+        help="device whose speed is simulated (default: h200)",
     )
-    number(device, "bandwidth", "bytes that it reads per second, instead of the profile's")
+    number(device, "bandwidth", "memory bandwidth in bytes per second (default: the profile's)")
     number(
         device,
         "flops",
-        "operations on 16-bit numbers per second, in products of matrices, instead of the profile's",
+        "16-bit matrix operations per second (default: the profile's)",
     )
-    number(device, "host-bandwidth", "bytes per second to and from host memory, instead of the profile's")
-    number(device, "disk-bandwidth", "bytes per second to and from the disk", DISK)
     number(
-        device, "step-overhead-ms", "of each step, whatever is in it (default: the profile's for each kernel)"
+        device,
+        "host-bandwidth",
+        "bandwidth to and from host memory in bytes per second (default: the profile's)",
     )
-    arg_parser.add_argument("--output-file", metavar="FILE", help="write the results here as JSON, too")
-    add_options(arg_parser, SECTIONS, KNOWN)
-    return arg_parser
+    number(device, "disk-bandwidth", "bandwidth of the disk in bytes per second", DISK)
+    number(
+        device,
+        "step-overhead-ms",
+        "fixed time of each step in milliseconds (default: the profile's time per kernel)",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,61 +42,85 @@ def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve bench eval",
         usage="%(prog)s --task mmlu|gsm8k --data FILE (--base-url URL | --model MODEL) [options]",
-        description="Score a model on questions from local files, and compare its answers with those of "
-        "plain decoding, of another server "
-        "or of an earlier run.",
+        description=(
+            "Score a model on questions from local files, and compare its answers with those without "
+            "drafts, of another server or of an earlier run."
+        ),
     )
     exam = arg_parser.add_argument_group("the exam")
     exam.add_argument(
         "--task",
         choices=("mmlu", "gsm8k"),
         required=True,
-        help="multiple choice by log-probabilities, or texts",
+        help="mmlu: multiple choice, by log-probabilities; gsm8k: generated texts",
     )
     exam.add_argument(
-        "--data", metavar="FILE", required=True, help="the questions: CSV or JSONL for mmlu, JSONL for gsm8k"
+        "--data",
+        metavar="FILE",
+        required=True,
+        help="file with the questions: CSV or JSONL for mmlu, JSONL for gsm8k",
     )
     exam.add_argument(
         "--dev",
         metavar="FILE",
-        help="questions with answers that every prompt begins with, in the same format",
+        help="file with example questions and answers at the start of every prompt, in the same format",
     )
-    exam.add_argument("--shots", metavar="N", type=int, help="how many of them (default: 5 with --dev)")
-    exam.add_argument("--limit", metavar="N", type=int, help="only the first N questions")
+    exam.add_argument(
+        "--shots",
+        metavar="N",
+        type=int,
+        help="number of example questions in a prompt (default: 5 with --dev)",
+    )
+    exam.add_argument("--limit", metavar="N", type=int, help="ask only the first N questions")
     exam.add_argument(
         "--subject",
         metavar="TEXT",
-        help="what mmlu's questions are about (default: what the file's name says, or its lines)",
+        help="subject of mmlu's questions (default: from the file's name, or from its lines)",
     )
     exam.add_argument(
         "--regex",
         metavar="REGEX",
         default=STRICT,
-        help=f"the answer in a text: its first group (default: {STRICT})",
+        help=f"regular expression whose first group is the answer in a text (default: {STRICT})",
     )
     exam.add_argument(
-        "--last-match", action="store_true", help="of several matches the last one, not the first"
+        "--last-match", action="store_true", help="use the last match of the expression, not the first"
     )
-    exam.add_argument("--max-tokens", metavar="N", type=int, default=256, help="of a text (default: 256)")
-    sides = arg_parser.add_argument_group("who answers; without --base-url, --model runs in this process")
-    sides.add_argument(
-        "--base-url", metavar="URL", help="a server with OpenAI's API; --model is its model's name there"
+    exam.add_argument(
+        "--max-tokens", metavar="N", type=int, default=256, help="maximum tokens of a text (default: 256)"
     )
-    sides.add_argument(
-        "--api-key", dest="bearer", metavar="KEY", help="sent as a bearer token (default: OPENAI_API_KEY)"
-    )
-    sides.add_argument("--chat", action="store_true", help="ask for texts as chat completions")
-    sides.add_argument(
-        "--concurrency", metavar="N", type=int, default=16, help="requests at once (default: 16)"
-    )
-    sides.add_argument("--other-url", metavar="URL", help="a server to compare with")
-    sides.add_argument("--against", metavar="FILE", help="what --output-file has written, to compare with")
+    add_sides(arg_parser)
     arg_parser.add_argument(
-        "--tolerance", metavar="N", type=int, default=0, help="answers that may differ (default: 0)"
+        "--tolerance", metavar="N", type=int, default=0, help="number of answers that may differ (default: 0)"
     )
-    arg_parser.add_argument("--output-file", metavar="FILE", help="write all answers here, as JSON")
+    arg_parser.add_argument("--output-file", metavar="FILE", help="file for all answers, as JSON")
     add_options(arg_parser, ENGINE_SECTIONS)
     return arg_parser
+
+
+def add_sides(arg_parser: Parser) -> None:
+    sides = arg_parser.add_argument_group("who answers; without --base-url, --model runs in this process")
+    sides.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="URL of a server with OpenAI's API; --model is then the model's name on that server",
+    )
+    sides.add_argument(
+        "--api-key",
+        dest="bearer",
+        metavar="KEY",
+        help="API key, sent as a bearer token (default: OPENAI_API_KEY)",
+    )
+    sides.add_argument("--chat", action="store_true", help="use the chat completions API for texts")
+    sides.add_argument(
+        "--concurrency",
+        metavar="N",
+        type=int,
+        default=16,
+        help="maximum number of requests at once (default: 16)",
+    )
+    sides.add_argument("--other-url", metavar="URL", help="URL of a server to compare with")
+    sides.add_argument("--against", metavar="FILE", help="file of an earlier --output-file, to compare with")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -31,9 +31,10 @@ def parser() -> Parser:
     arg_parser = Parser(
         prog="mtpserve bench serve",
         usage="%(prog)s [--base-url URL] [--dataset-name NAME] [options]",
-        description="Load a server with OpenAI's API and report throughput, latencies, acceptance and "
-        "cost. The figures are defined in "
-        "docs/bench.md. Names of options are SGLang's and vLLM's.",
+        description=(
+            "Benchmark a server with OpenAI's API: throughput, latencies, acceptance and cost, as "
+            "docs/bench.md defines them. The options have SGLang's and vLLM's names."
+        ),
     )
     of_server(arg_parser)
     of_dataset(arg_parser)
@@ -44,46 +45,49 @@ def parser() -> Parser:
 
 
 def of_server(arg_parser: Parser) -> None:
-    group = arg_parser.add_argument_group("the server")
+    group = arg_parser.add_argument_group("server")
     names = (*COMPLETIONS, *CHAT)
     help = (
-        f"which API is asked: /v1/completions ({', '.join(COMPLETIONS)}) or /v1/chat/completions "
-        f"({', '.join(CHAT)}) (default: openai)"
+        f"API: /v1/completions ({', '.join(COMPLETIONS)}) or /v1/chat/completions ({', '.join(CHAT)}) "
+        "(default: openai)"
     )
     group.add_argument(
         "--backend", "--endpoint-type", choices=names, default="openai", metavar="NAME", help=help
     )
-    group.add_argument("--base-url", metavar="URL", help="http://HOST:PORT, instead of --host and --port")
+    group.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="URL of the server, instead of --host and --port",
+    )
     group.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
     port = f"(default: {PORT}; {VLLM_PORT} with --backend vllm, vllm-chat)"
     group.add_argument("--port", metavar="N", type=int, help=port)
-    group.add_argument("--endpoint", metavar="PATH", help="the path, where it is another than the backend's")
+    group.add_argument("--endpoint", metavar="PATH", help="path of the API (default: the backend's)")
     group.add_argument(
         "--model",
         metavar="NAME",
-        help="the model's name in requests (default: the first that the server lists)",
+        help="name of the model in requests (default: the server's first)",
     )
     group.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="that name, where --model is a directory for the tokenizer",
+        help="that name, if --model is the tokenizer's directory",
     )
-    tokenizer = (
-        "directory or id of the tokenizer, or demo (default: --model's, or what the server says is its, "
-        "where these are here)"
-    )
+    tokenizer = "tokenizer: directory or Hugging Face id (default: --model's, or the server's)"
     group.add_argument("--tokenizer", metavar="DIR", help=tokenizer)
-    group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token (default: OPENAI_API_KEY)")
+    group.add_argument(
+        "--api-key", metavar="KEY", help="API key, sent as a bearer token (default: OPENAI_API_KEY)"
+    )
     group.add_argument(
         "--header",
         metavar="NAME=VALUE",
         nargs="+",
         action="extend",
         default=[],
-        help="headers of every request",
+        help="HTTP headers of every request",
     )
     group.add_argument("--insecure", action="store_true", help="do not verify TLS certificates")
-    ready = "seconds to wait until the server answers; 0: do not look (default: 60)"
+    ready = "seconds to wait for the server; 0: do not wait (default: 60)"
     group.add_argument("--ready-check-timeout-sec", metavar="X", type=float, default=60.0, help=ready)
     group.add_argument(
         "--flush-cache", action="store_true", help="empty the server's prefix cache after the warm-up"
@@ -104,7 +108,7 @@ def add_number(
 
 
 def of_dataset(arg_parser: Parser) -> None:
-    group = arg_parser.add_argument_group("what is asked (lengths in tokens)")
+    group = arg_parser.add_argument_group("prompts and answers (lengths in tokens)")
 
     number = partial(add_number, group)
     names = (*DATASETS, "spec_bench", "gsp")
@@ -113,42 +117,47 @@ def of_dataset(arg_parser: Parser) -> None:
         choices=names,
         default="random",
         metavar="NAME",
-        help=f"{', '.join(DATASETS)} (default: random)",
+        help=f"dataset: {', '.join(DATASETS)} (default: random)",
     )
     group.add_argument(
         "--dataset-path",
         metavar="FILE",
-        help="of sharegpt, custom, spec-bench; random and multi-turn may take ShareGPT's",
+        help=("file with the dataset; random and multi-turn may use ShareGPT's"),
     )
     number(
         "num-prompts",
         "num-prompt",
-        help="conversations: requests, where they have one turn",
+        help="number of conversations, or of requests of one turn",
         default=DEFAULTS.num_prompts,
     )
     number(
         "seed",
-        help="of prompts, lengths and times; a sweep's runs have other prompts each",
+        help="seed of prompts, lengths and times",
         default=DEFAULTS.seed,
     )
-    number("random-input-len", "random-input", help="of prompts", default=DEFAULTS.random_input_len)
+    number(
+        "random-input-len", "random-input", help="length of random prompts", default=DEFAULTS.random_input_len
+    )
     number(
         "random-output-len",
         "random-output",
-        help="of answers, at most",
+        help="maximum length of answers to random prompts",
         shown="(default: 128; 1024 with --backend sglang*)",
     )
     number(
         "random-prefix-len",
-        help="of a beginning that all random prompts share, before their own part",
+        help="length of a common prefix, in addition to --random-input-len",
         default=0,
     )
     ratio = (
-        "lengths vary: from (1 - X) to (1 + X) times the given ones; with --backend sglang* from X "
-        "times to once (default: 0 there)"
+        "lengths vary from (1 - X) to (1 + X) times the length; with --backend sglang* from X to 1 "
+        "times (default: 0)"
     )
     group.add_argument(
-        "--random-range-ratio", metavar="X", type=float, help=f"{ratio}; otherwise all are of one length"
+        "--random-range-ratio",
+        metavar="X",
+        type=float,
+        help=f"{ratio}; otherwise they are equal",
     )
     add_lengths(group)
 
@@ -156,108 +165,152 @@ def of_dataset(arg_parser: Parser) -> None:
 def add_lengths(group: Any) -> None:
     """The lengths and turns of each kind of dataset."""
     number = partial(add_number, group)
-    number("sharegpt-output-len", help="of answers (default: as long as those in the file)")
-    number("sharegpt-context-len", help="longer conversations are cut or left out")
-    number("custom-output-len", help="of answers, instead of the file's output_tokens (default there: 256)")
-    number("spec-bench-output-len", help="of answers", default=DEFAULTS.spec_bench_output_len)
-    group.add_argument("--spec-bench-category", metavar="NAME", help="only questions of this category")
+    number("sharegpt-output-len", help="length of answers (default: as in the file)")
+    number(
+        "sharegpt-context-len",
+        help="maximum length of a conversation",
+    )
+    number(
+        "custom-output-len",
+        help="length of answers (default: the file's output_tokens, or 256)",
+    )
+    number(
+        "spec-bench-output-len",
+        help="length of answers to spec-bench questions",
+        default=DEFAULTS.spec_bench_output_len,
+    )
+    group.add_argument("--spec-bench-category", metavar="NAME", help="ask only questions of this category")
     number(
         "gsp-num-groups",
-        help="groups of prompts that begin with the same system prompt",
+        help="number of groups of prompts with a common system prompt",
         default=DEFAULTS.gsp_num_groups,
     )
-    number("gsp-prompts-per-group", help="prompts of each group", default=DEFAULTS.gsp_prompts_per_group)
-    number("gsp-system-prompt-len", help="what a group shares", default=DEFAULTS.gsp_system_prompt_len)
-    number("gsp-question-len", help="what it does not share", default=DEFAULTS.gsp_question_len)
-    number("gsp-output-len", help="of answers", default=DEFAULTS.gsp_output_len)
     number(
-        "multi-turn-num-turns", help="turns of generated conversations, each of the random lengths", default=3
+        "gsp-prompts-per-group", help="number of prompts in a group", default=DEFAULTS.gsp_prompts_per_group
     )
-    pause = "seconds from an answer to the conversation's next turn (default: 0)"
+    number(
+        "gsp-system-prompt-len",
+        help="length of a group's system prompt",
+        default=DEFAULTS.gsp_system_prompt_len,
+    )
+    number(
+        "gsp-question-len",
+        help="length of each prompt after the system prompt",
+        default=DEFAULTS.gsp_question_len,
+    )
+    number("gsp-output-len", help="length of answers in these groups", default=DEFAULTS.gsp_output_len)
+    number(
+        "multi-turn-num-turns",
+        help="number of turns of generated conversations",
+        default=3,
+    )
+    pause = "seconds between an answer and the conversation's next turn (default: 0)"
     group.add_argument("--multi-turn-delay", metavar="X", type=float, default=0.0, help=pause)
     group.add_argument(
-        "--skip-chat-template", action="store_true", help="prompts are sent as they are: so they always are"
+        "--skip-chat-template",
+        action="store_true",
+        help="no effect: prompts are always sent without a chat template",
     )
 
 
 def of_load(arg_parser: Parser) -> None:
-    group = arg_parser.add_argument_group("how much at once")
-    rate = "conversations per second, at times drawn in advance (default: inf, all at once)"
+    group = arg_parser.add_argument_group("load")
+    rate = "conversations per second, at random times (default: inf, all at once)"
     group.add_argument("--request-rate", metavar="X", type=float, default=math.inf, help=rate)
     burstiness = (
-        "of these times: 1 is a Poisson process, less comes in bursts, more is more even (default: 1)"
+        "of the random times: 1: a Poisson process; below 1: in bursts; above: more even (default: 1)"
     )
     group.add_argument("--burstiness", metavar="X", type=float, default=1.0, help=burstiness)
     group.add_argument(
         "--max-concurrency",
         metavar="N",
         type=int,
-        help="most requests at once; others wait, and the wait is reported",
+        help=("maximum number of requests at once; others wait"),
     )
-    warm = "requests before the run that are not measured, with short answers (default: 1)"
+    warm = "short requests before the run (default: 1)"
     group.add_argument("--warmup-requests", "--num-warmups", metavar="N", type=int, default=1, help=warm)
-    sweep = "one run for each load, as max-concurrency=1,2,4,8 or request-rate=1,2,4"
+    sweep = "one run per load, like max-concurrency=1,2,4,8 or request-rate=1,2,4"
     group.add_argument("--sweep", metavar="NAME=X,X,...", help=sweep)
 
 
 def of_requests(arg_parser: Parser) -> None:
-    group = arg_parser.add_argument_group("the requests")
-    group.add_argument("--temperature", metavar="X", type=float, default=0.0, help="(default: 0)")
+    group = arg_parser.add_argument_group("requests")
+    group.add_argument(
+        "--temperature", metavar="X", type=float, default=0.0, help="sampling temperature (default: 0)"
+    )
     for name in SAMPLING:
         flag = f"--{name.replace('_', '-')}"
         group.add_argument(
-            flag, metavar="X", type=int if name == "top_k" else float, help="(default: the server's)"
+            flag,
+            metavar="X",
+            type=int if name == "top_k" else float,
+            help="sampling parameter (default: the server's)",
         )
-    ignore = "answers are as long as they may be, whatever the model says (default with --backend sglang*)"
+    ignore = "let answers have their maximum length (default with --backend sglang*)"
     group.add_argument("--ignore-eos", action="store_true", default=None, help=ignore)
     group.add_argument(
-        "--disable-ignore-eos", action="store_false", dest="ignore_eos", help="the model may end its answers"
+        "--disable-ignore-eos", action="store_false", dest="ignore_eos", help="let the model end its answers"
     )
     group.add_argument(
         "--disable-stream",
         "--no-stream",
         action="store_true",
-        help="answers come whole: no TTFT, TPOT and ITL",
+        help="do not stream answers: no TTFT, TPOT and ITL",
     )
-    extra = "fields of every request, as a JSON object; they replace those of this program"
+    extra = "fields of every request, as a JSON object; they override this program's"
     group.add_argument("--extra-request-body", "--extra-body", metavar="JSON", help=extra)
     group.add_argument(
-        "--request-id-prefix", metavar="TEXT", help="send the header x-request-id: this and a number"
+        "--request-id-prefix",
+        metavar="TEXT",
+        help="send the header x-request-id with this prefix and a number",
     )
 
 
 def of_report(arg_parser: Parser) -> None:
-    group = arg_parser.add_argument_group("the report")
-    goodput = "limits of a good request in milliseconds: ttft, tpot and e2el, as ttft:500 tpot:20"
+    group = arg_parser.add_argument_group("report")
+    goodput = "limits of a good request in milliseconds for ttft, tpot and e2el, like ttft:500 tpot:20"
     group.add_argument("--goodput", metavar="NAME:MS", nargs="+", action="extend", default=[], help=goodput)
     group.add_argument(
-        "--metric-percentiles", metavar="P,P,...", default="90,95,99", help="(default: 90,95,99)"
+        "--metric-percentiles",
+        metavar="P,P,...",
+        default="90,95,99",
+        help="percentiles of latencies in the report (default: 90,95,99)",
     )
-    metrics = f"which latencies the table has (default: {','.join(NAMES)})"
+    metrics = f"latencies in the table (default: {','.join(NAMES)})"
     group.add_argument("--percentile-metrics", metavar="NAME,...", default=",".join(NAMES), help=metrics)
-    price = "the machine's price: gives the run's cost per million input and output tokens"
+    price = "price of the machine: reports the cost per million input and output tokens"
     group.add_argument("--price-per-hour", metavar="X", type=float, help=price)
-    ratio = "for that: how many input tokens an output token costs (default: 4)"
+    ratio = "price of an output token in input tokens, for the cost (default: 4)"
     group.add_argument("--output-price-ratio", metavar="X", type=float, default=4.0, help=ratio)
     group.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw throughput against latency, and acceptance by position: .png, .svg, .pdf",
+        help=("file for plots of throughput, latency and acceptance: .png, .svg or .pdf"),
     )
     group.add_argument(
-        "--output-file", metavar="FILE", help="add the results to this file, as one line of JSON for each run"
+        "--output-file", metavar="FILE", help="file for the results; each run adds one line of JSON"
     )
-    details = "with every request's times and text in it"
+    details = "add each request's times and text to the results"
     group.add_argument("--output-details", "--save-detailed", action="store_true", help=details)
     group.add_argument(
         "--save-result",
         action="store_true",
-        help="write the results to a file of their own, as vLLM's client does",
+        help="write the results to a new JSON file, like vLLM's client",
     )
-    group.add_argument("--append-result", action="store_true", help="add to that file, where it exists")
-    group.add_argument("--result-dir", metavar="DIR", help="where that file is (default: here)")
     group.add_argument(
-        "--result-filename", metavar="FILE", help="its name (default: made of backend, load, model and date)"
+        "--append-result",
+        action="store_true",
+        help="add the results to the file of --save-result, if it exists",
+    )
+    group.add_argument(
+        "--result-dir",
+        metavar="DIR",
+        help="folder for the file of --save-result (default: the current folder)",
+    )
+    group.add_argument(
+        "--result-filename",
+        metavar="FILE",
+        help="name of the file of --save-result (default: from backend, load, model and date)",
     )
     group.add_argument(
         "--metadata",
@@ -265,12 +318,12 @@ def of_report(arg_parser: Parser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="fields to add to the results",
+        help="fields that are added to the results",
     )
     group.add_argument(
-        "--tag", metavar="TEXT", help="the field `tag` of the results, and a part of the file's name"
+        "--tag", metavar="TEXT", help="field `tag` of the results, and part of the file's name"
     )
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,55 +52,67 @@ def parser() -> Parser:
         prog="mtpserve bench spec",
         usage="%(prog)s [--model MODEL] [--num-steps N,N,...] [--eagle-topk N,N,...] [--batch-sizes "
         "N,N,...] [options]",
-        description="Acceptance, time of a step and its parts, and speed-up over plain decoding, for "
-        "drafts of several shapes and several "
-        "loads, in one engine without a restart; and the best shape for each load.",
+        description=(
+            "Measure draft settings in one engine: acceptance, step times, and the speed-up over "
+            "decoding without drafts. Print the best setting for each load."
+        ),
     )
-    what = arg_parser.add_argument_group("what is compared: all combinations of")
+    what = arg_parser.add_argument_group("compared settings, in all combinations")
     what.add_argument(
-        "--num-steps", metavar="N,N,...", default="1,2,3", help="depths, 1 to 7 (default: 1,2,3)"
+        "--num-steps",
+        metavar="N,N,...",
+        default="1,2,3",
+        help="drafts in a row, 1 to 7 (default: 1,2,3)",
     )
     what.add_argument(
         "--eagle-topk",
         metavar="N,N,...",
         default="1",
-        help="branches per draft step, 1 to 8; 1 is a chain (default: 1)",
+        help="branches per draft step, 1 to 8; 1: a chain (default: 1)",
     )
     rows = "rows of a tree: drafts + 1 (default: num-steps * topk + 1, for a chain always num-steps + 1)"
     what.add_argument("--num-draft-tokens", metavar="N,N,...", help=rows)
     what.add_argument(
-        "--batch-sizes", metavar="N,N,...", default="1,4,16", help="requests at once (default: 1,4,16)"
+        "--batch-sizes",
+        metavar="N,N,...",
+        default="1,4,16",
+        help="requests at once (default: 1,4,16)",
     )
-    what.add_argument("--temperatures", metavar="X,X,...", default="0", help="0 is greedy (default: 0)")
-    request_group = arg_parser.add_argument_group("what is asked")
-    request_group.add_argument(
+    what.add_argument(
+        "--temperatures", metavar="X,X,...", default="0", help="sampling temperatures; 0: greedy (default: 0)"
+    )
+    add_requests(arg_parser.add_argument_group("requests"))
+    arg_parser.add_argument("--output-file", metavar="FILE", help="file for the results, as JSON")
+    add_options(arg_parser, SECTIONS, KNOWN)
+    return arg_parser
+
+
+def add_requests(group: Any) -> None:
+    group.add_argument(
         "--input-len", metavar="N", type=int, default=128, help="tokens of a prompt (default: 128)"
     )
-    request_group.add_argument(
+    group.add_argument(
         "--output-len",
         metavar="N",
         type=int,
         default=64,
-        help="tokens of an answer, at which its clock stops (default: 64)",
+        help="tokens of an answer (default: 64)",
     )
-    request_group.add_argument(
+    group.add_argument(
         "--rounds",
         metavar="N",
         type=int,
         default=5,
-        help="how often each is measured; of times the median counts (default: 5)",
+        help="measurements of each setting; the report has the median times (default: 5)",
     )
     source = (
         'prompts, one object with "prompt" per line (default: source files of Python\'s library that '
         "the demo model has not seen)"
     )
-    request_group.add_argument("--prompts", metavar="FILE", help=source)
-    request_group.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of what is sampled (default: 0)"
+    group.add_argument("--prompts", metavar="FILE", help=source)
+    group.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="random seed of the sampling (default: 0)"
     )
-    arg_parser.add_argument("--output-file", metavar="FILE", help="write the results here as JSON, too")
-    add_options(arg_parser, SECTIONS, KNOWN)
-    return arg_parser
 
 
 @dataclass(frozen=True, slots=True)
