@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
@@ -17,6 +17,7 @@ from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, Reques
 from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.text.detokenizer import Detokenizer
+from mtpserve.text.messages import Message, conversations_of, for_template
 from mtpserve.text.requests import request_of, spelling_of
 from mtpserve.text.tokenizer import Tokenizer, tokenizer_of
 from mtpserve.weights.checkpoint.hub import fetched
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     from mtpserve.engine.engine import Engine
 
 Prompt = str | Sequence[int]
+SamplingList = SamplingParams | Sequence[SamplingParams] | None
+# Methods of vLLM's LLM that do not exist here, with the reason.
+VECTORS = "the model continues text, and computes no vectors or scores"
+REFUSED = {
+    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), VECTORS),
+    "beam_search": "there is no beam search: sample with several seeds, and compare logprobs",
+    **dict.fromkeys(("collective_rpc", "apply_model"), "the engine runs no functions of the caller"),
+    **dict.fromkeys(("sleep", "wake_up"), "use close(), which frees the memory, and create the LLM again"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,16 @@ class Completion:
     prompt_logprobs: list[TokenLogprob] | None = None
     # what each step proposed and accepted, with Speculation.trace
     trace: list[Proposal] = field(default_factory=list)
+
+    @property
+    def outputs(self) -> list[Self]:
+        """The completion itself: programs for vLLM read `output.outputs[0].text`."""
+        return [self]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The same as `tokens`, under vLLM's name."""
+        return self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +160,8 @@ def refused(event: TokenEvent) -> list[int]:
 
 
 class LLM:
-    """Options are the fields of the config dataclasses, as on the command line with underscores: `LLM("demo",
-    page_size=32)`.
+    """Options are the fields of the config dataclasses or their aliases, as on the command line with
+    underscores: `LLM("demo", page_size=32)`, or `LLM("demo", max_model_len=1024)` as in vLLM.
 
     Raises ConfigError and LoadError. Not thread-safe.
     """
@@ -178,15 +198,21 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: SamplingList = None,
         progress: Callable[[int], None] = lambda ended: None,
+        *,
+        sampling_params: SamplingList = None,
     ) -> list[Completion]:
         """One completion per prompt, in order. A prompt is a text or token ids; `sampling` is for all or one
-        for each. `progress` hears how many have ended, each time that one does.
+        for each; `sampling_params` is vLLM's name of it. `progress` gets the number of prompts that have
+        ended, each time that one ends.
 
         Without `sampling`, the model's recommended parameters, up to the context length. Raises
         InvalidRequest if any prompt is invalid.
         """
+        if sampling is not None and sampling_params is not None:
+            raise InvalidRequest("give sampling or sampling_params, not both", "sampling_params")
+        sampling = sampling_params if sampling is None else sampling
         prompt_list = listed(prompts)
         params = (
             [sampling or self.sampling()] * len(prompt_list)
@@ -205,6 +231,55 @@ class LLM:
                 ended += 1
                 progress(ended)
         return [output.completion() for output in outputs.values()]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingList = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: Callable[[int], None] = lambda ended: None,
+    ) -> list[Completion]:
+        """One completion per conversation, in order: `messages` is one conversation, or a list of them, in
+        OpenAI's form. The model's chat template writes the prompt, as in vLLM's `LLM.chat`; the text of a
+        completion is the model's, with its reasoning and tool calls as it writes them.
+
+        `tools`: in OpenAI's form, for the template. `continue_final_message`: the model continues the last
+        message; `add_generation_prompt` is then False. `chat_template_kwargs`: variables of the template,
+        like {"enable_thinking": False}. Raises InvalidRequest without a chat template, and for messages that
+        are not text.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message needs add_generation_prompt=False", "continue_final_message"
+            )
+        if not self.tokenizer.has_chat_template:
+            raise InvalidRequest("this model has no chat template: use LLM.generate", "messages")
+        if tools and not self.tokenizer.template_mentions("tools"):
+            raise InvalidRequest(
+                "tools: the model's chat template has no place for them; describe them in a system message",
+                "tools",
+            )
+        prompts = [
+            self.tokenizer.encode_chat(
+                self.tokenizer.render_chat(
+                    for_template(conversation),
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=[dict(tool) for tool in tools] if tools else None,
+                    variables=chat_template_kwargs,
+                )
+            )
+            for conversation in conversations_of(messages)
+        ]
+        return self.generate(prompts, sampling_params, progress)
+
+    def __getattr__(self, name: str) -> Any:
+        reason = f": {REFUSED[name]}" if name in REFUSED else ""
+        raise AttributeError(f"LLM has no {name!r}{reason}")
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[StreamStep]:
         """The steps of one prompt as they come; closing the iterator ends the request. Raises RequestFailed
@@ -276,18 +351,21 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def engine_config(options: dict[str, Any]) -> EngineConfig:
     """Sorts options into the sections of the configuration. Raises ConfigError for an unknown one."""
     sections = {name: config for name, config in SECTIONS.items() if name != "server"}
-    homes = {
-        entry.name: name
-        for name, config in sections.items()
-        for entry in fields(config)  # type: ignore[arg-type]
-    }
-    for name in options:
+    homes: dict[str, tuple[str, str]] = {}  # name or alias → section and name
+    for section, config in sections.items():
+        for entry in fields(config):  # type: ignore[arg-type]
+            aliases = (alias.replace("-", "_") for alias in entry.metadata["aliases"])
+            names = (entry.name, *(alias for alias in aliases if not alias.startswith("no_")))
+            homes |= dict.fromkeys(names, (section, entry.name))
+    values: dict[str, dict[str, Any]] = {section: {} for section in sections}
+    for name, value in options.items():
         if name not in homes:
             near = difflib.get_close_matches(name, homes, 1)
             raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
-    values: dict[str, dict[str, Any]] = {section: {} for section in sections}
-    for name, value in options.items():
-        values[homes[name]][name] = value
+        section, field_name = homes[name]
+        if field_name in values[section]:
+            raise ConfigError(f"{field_name} is given twice, also as {name!r}")
+        values[section][field_name] = value
     result = EngineConfig(**{section: config(**values[section]) for section, config in sections.items()})
     for name, alone in (("data_parallel_size", 1), ("engine_restarts", None), ("engine_timeout", 20.0)):
         check(

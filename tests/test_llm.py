@@ -51,6 +51,14 @@ def test_options_find_their_section(llm: LLM) -> None:
     assert llm.sampling(max_tokens=3) == SamplingParams(max_tokens=3, temperature=0.6)
 
 
+def test_vllms_names_of_options_are_taken() -> None:
+    config = engine_config({"model": "demo", "max_model_len": 64, "gpu_memory_utilization": 0.2, "max_num_seqs": 2, "enforce_eager": True})
+    assert (config.model.context_length, config.cache.mem_fraction_static) == (64, 0.2)
+    assert (config.scheduler.max_running_requests, config.scheduler.disable_cuda_graph) == (2, True)
+    with pytest.raises(ConfigError, match=r"^context_length is given twice, also as 'max_model_len'$"):
+        engine_config({"context_length": 64, "max_model_len": 64})
+
+
 @pytest.mark.parametrize(("name", "text"), [("page_sise", "unknown option 'page_sise'; did you mean page_size?"), ("port", "'port'")])
 def test_an_unknown_option_is_named(name: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
