@@ -1,5 +1,5 @@
-"""Llama 3, and what is published as one: SmolLM2. It has no MTP layer; one that was trained for it and published
-apart is in DeepSeek's layout."""
+"""Llama 3, and what is published as one: SmolLM2. It has no MTP layer; one that was trained for it and
+published apart is in DeepSeek's layout."""
 
 from __future__ import annotations
 

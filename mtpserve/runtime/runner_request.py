@@ -33,7 +33,7 @@ class RunnerRequest:
         )
         self.host_rules = bool(self.bad_words)  # they are not in tables of the device
         self.always_rules = bool(self.has_bias or self.has_penalty or self.host_rules)
-        self.first_constrained_token = params.first_constrained_token
+        self.first_constrained_token, self.min_tokens = params.first_constrained_token, params.min_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -42,7 +42,7 @@ class RunnerRequest:
     @property
     def is_below_min_tokens(self) -> bool:
         """It may not end yet, as far as is known here."""
-        return self.num_output_tokens < self.sampling.min_tokens
+        return self.min_tokens > 0 and self.num_output_tokens < self.min_tokens
 
     @property
     def is_constrained(self) -> bool:
