@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
@@ -59,7 +60,10 @@ class JSONFormatter(logging.Formatter):
             values["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             values["stack"] = self.formatStack(record.stack_info)
-        return self._encode(values).decode()
+        try:
+            return self._encode(values).decode()
+        except UnicodeEncodeError:  # half of a pair of surrogates, in a path or in what a client sent
+            return json.dumps(values, default=str)
 
 
 def zoned_time(record: logging.LogRecord) -> str:

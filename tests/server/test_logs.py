@@ -75,6 +75,13 @@ def test_a_line_of_json_has_all_that_a_record_has(capsys: pytest.CaptureFixture[
     assert fourth["level"] == "critical" and "ZeroDivisionError" in fourth["exception"] and "request_id" not in fourth
 
 
+def test_a_text_that_is_no_unicode_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    with bare_root():
+        logs.configure("info", "json")
+        logging.getLogger("x").info("a \udc80 ü")
+    assert parsed(capsys.readouterr().err)[0]["message"] == "a \udc80 ü"
+
+
 @pytest.mark.parametrize("format", logs.LOG_FORMATS)
 def test_warnings_of_options_wait_for_the_format(format: str, capsys: pytest.CaptureFixture[str]) -> None:
     with bare_root(), logs.held_records():
