@@ -25,7 +25,7 @@ async function live(several) {
 }
 
 function about(one, several) {
-  const head = [one.state === "waiting" ? "waits for its first token" : "running", one.route, ...(several ? [`engine ${one.engine}`] : []), `for ${lasting(Math.round(one.age_s))}`];
+  const head = [one.state === "waiting" ? "waits for its first token" : "running", one.route, ...(several ? [`engine ${one.engine}`] : []), one.age_s < 1 ? "for less than 1 s" : `for ${lasting(Math.round(one.age_s))}`];
   const facts = [`${whole(one.prompt_tokens)} prompt tokens` + (one.cached_tokens ? `, ${whole(one.cached_tokens)} of them cached` : ""), `${whole(one.output_tokens)} written`];
   if (one.verifications) facts.push(`${(1 + one.accepted_tokens / one.verifications).toFixed(2)} tokens per step, ${percent(one.accepted_tokens, one.draft_tokens)} of ${whole(one.draft_tokens)} drafts accepted`);
   return [head.filter(Boolean).join(" · "), facts.join(" · ")];

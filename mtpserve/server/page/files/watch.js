@@ -148,7 +148,7 @@ function sources(now) {
   $("sources-panel").hidden = used.length === 0;
   $("sources").tBodies[0].replaceChildren(...used.map(([source, count]) => {
     const accepted = now.accepted_tokens_by_source[source] || 0;
-    return row(called(source), [whole(count), whole(accepted), percent(accepted, count)], kind(source));
+    return row(called(source) + (source === "grammar" ? ", forced tokens" : ""), [whole(count), whole(accepted), percent(accepted, count)], kind(source));
   }));
 }
 
