@@ -89,7 +89,7 @@ class DiskPages:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "--kv-offload-dir: a page could not be written, and others may not be either: %s", error
+                    "--kv-offload-dir: cannot write a KV page (further failures are not logged): %s", error
                 )
             return False
         return True
@@ -120,7 +120,7 @@ class DiskPages:
         except OSError as error:
             log.debug("%s: %s", path, error)
         log.warning(
-            "--kv-offload-dir: %s is damaged, or not a file of this engine: it is computed again",
+            "--kv-offload-dir: %s is damaged, or another engine wrote it; its tokens are computed again",
             os.path.basename(path),
         )
         with contextlib.suppress(OSError):

@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     fewest = min(len(load) for load in loads.values())
     if not 2 <= size <= fewest:
         raise ConfigError(
-            f"--engines must be in [2, {fewest}], as each needs an expert of each layer, got {size}"
+            f"--engines must be in [2, {fewest}], so that each engine has an expert of each layer, got {size}"
         )
     owners = {layer: balanced(load, size) for layer, load in loads.items()}
     Path(options.output).write_text(json.dumps(owners) + "\n")
@@ -65,9 +65,7 @@ def loads_of(file: str) -> Loads:
     if not lists or not all(
         name.isdecimal() and all(type(n) is int and n >= 0 for n in load) for name, load in loads.items()
     ):
-        raise ConfigError(
-            f"{file} must hold an object: of each layer's number how often each of its experts was chosen"
-        )
+        raise ConfigError(f"{file} must be a JSON object: for each layer the counts of its experts")
     return {int(name): load for name, load in loads.items()}
 
 
@@ -77,7 +75,7 @@ def summed(loads: Sequence[Loads]) -> Loads:
         len({tuple((layer, len(load)) for layer, load in sorted(file_loads.items())) for file_loads in loads})
         > 1
     ):
-        raise ConfigError("the files are of models with other layers or experts")
+        raise ConfigError("the files are of models with different layers or experts")
     return {
         layer: [sum(column) for column in zip(*(file_loads[layer] for file_loads in loads), strict=True)]
         for layer in sorted(loads[0])

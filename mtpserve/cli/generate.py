@@ -133,7 +133,7 @@ def prompt_of(options: Namespace) -> str:
     if options.prompt is not None:
         return str(options.prompt)
     if sys.stdin is None or sys.stdin.isatty():
-        raise ConfigError("generate needs a prompt, as an argument or on standard input")
+        raise ConfigError("generate needs a prompt: give it as an argument or on standard input")
     return sys.stdin.read()
 
 

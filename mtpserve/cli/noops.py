@@ -141,7 +141,7 @@ def is_no_op(name: str, value: str | None) -> bool:
         raise ConfigError(f"--{name} takes no value, got {value!r}")
     elif value is not None and re.fullmatch(no_op.values, value, re.IGNORECASE | re.DOTALL) is None:
         raise ConfigError(f"--{name} {value} is not possible: {no_op.otherwise}")
-    log.warning("--%s changes nothing here, and is left out: %s", name, no_op.why)
+    log.warning("--%s is ignored, it changes nothing here: %s", name, no_op.why)
     return True
 
 

@@ -139,7 +139,7 @@ class Option:
             item.isprintable() and item and " " not in item for item in parts
         ):
             raise ConfigError(
-                f"--{dashed(self.name)} must be texts without blanks, comma-separated or in a list"
+                f"--{dashed(self.name)} must be texts without spaces, comma-separated or in a list"
             )
         return parts
 
@@ -285,7 +285,7 @@ def parsed_values(arguments: argparse.Namespace) -> Values:
     if hasattr(arguments, "several") and hasattr(arguments, "checkpoint") and "model" not in values | line:
         # or a model's name would be taken for a key, and another model be served
         raise ConfigError(
-            f"{arguments.several} takes all texts up to the next option: put MODEL before it, or use --model"
+            f"{arguments.several} takes all words up to the next option: put MODEL before it, or use --model"
         )
     return values | line
 
@@ -311,7 +311,9 @@ def read_file(path: str) -> Values:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict | None):
-        raise ConfigError(f"--config {path}: must hold keys and values, got {type(tree).__name__}")
+        raise ConfigError(
+            f"--config {path}: must be a YAML mapping of options to values, got {type(tree).__name__}"
+        )
     try:
         return from_tree(tree or {})
     except ConfigError as error:
@@ -387,5 +389,5 @@ def speculative(value: object, options: Mapping[str, Option]) -> Values:
             allowed = " or ".join(json.dumps(one) for one in unused)
             raise ConfigError(f"{key!r} in --speculative-config must be {allowed}, got {inner!r}")
         else:
-            log.warning("--speculative-config: %r changes nothing here, and is left out", key)
+            log.warning("--speculative-config: %r is ignored, it changes nothing here", key)
     return values

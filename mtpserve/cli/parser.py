@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         """The option that takes an object, by its first name."""
         name = self._full(flag)
         if name not in OBJECTS:
-            raise ConfigError(f"{flag} takes no object: only {', '.join(OBJECTS)} have members")
+            raise ConfigError(f"{flag} is not a JSON option: only {', '.join(OBJECTS)} have members")
         return name
 
     def _without(self, arguments: Sequence[str], objects: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -89,7 +89,7 @@ class CacheConfig:
             disk is None or folder is not None,
             "kv_offload_dir_gib",
             disk,
-            "given together with --kv-offload-dir",
+            "used with --kv-offload-dir only",
         )
         events = self.kv_events_config
         check(

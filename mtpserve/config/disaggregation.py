@@ -67,7 +67,7 @@ class DisaggregationConfig:
             not _is_any(host),
             "disaggregation_host",
             host,
-            "an address that decode nodes reach, not that of all interfaces",
+            "one address that decode nodes can reach, not all interfaces",
         )
         for name in ("disaggregation_lease", "disaggregation_timeout"):
             check(0 < getattr(self, name) <= 3600, name, getattr(self, name), "in (0, 3600]")
@@ -101,7 +101,7 @@ class DisaggregationConfig:
             raise ConfigError(f"--kv-transfer-config: kv_role must be {', '.join(ROLES)}, got {role!r}")
         if not isinstance(values.get("kv_ip", ""), str) or _is_any(values.get("kv_ip", "")):
             raise ConfigError(
-                f"--kv-transfer-config: kv_ip must be an address that decode nodes reach, got "
+                "--kv-transfer-config: kv_ip must be one address that decode nodes can reach, got "
                 f"{values['kv_ip']!r}"
             )
         port = values.get("kv_port", 0)
@@ -143,7 +143,7 @@ class DisaggregationConfig:
             port + engine < 65536,
             "disaggregation_bootstrap_port",
             port,
-            "a port with ports after it for all engines",
+            "a port such that the following ports, one per engine, are below 65536",
         )
         return port and port + engine
 

@@ -54,13 +54,13 @@ class EngineConfig:
         role = self.disaggregation.role
         if role is not None and self.cache.disable_radix_cache:
             raise ConfigError(
-                "--disable-radix-cache must be left out with --disaggregation-mode: pages are found "
-                "by their keys"
+                "--disable-radix-cache must be left out with --disaggregation-mode, which finds "
+                "pages by the keys of the prefix cache"
             )
         if role is not None and self.parallel.spreads:
             raise ConfigError(
-                f"--disaggregation-mode must be left out with {self.parallel.spreading}: its "
-                f"engines compute each step together"
+                f"--disaggregation-mode must be left out with {self.parallel.spreading}: the engines "
+                "compute each step together"
             )
 
     @property

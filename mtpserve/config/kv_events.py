@@ -75,7 +75,7 @@ def moved(endpoint: str, engine: int) -> str:
         int(port) + engine < 65536,
         "kv_events_config",
         endpoint,
-        "an endpoint with ports after it for all engines",
+        "an endpoint such that the following ports, one per engine, are below 65536",
     )
     return f"{host}:{int(port) + engine}"
 

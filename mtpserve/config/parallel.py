@@ -105,7 +105,7 @@ class ParallelConfig:
                 value is None or self.spreads,
                 name,
                 value,
-                "given with --enable-expert-parallel and several engines",
+                "used with --enable-expert-parallel and several engines only",
             )
         check(0 <= self.engine_timeout < 1e6, "engine_timeout", self.engine_timeout, "at least 0")
         check(

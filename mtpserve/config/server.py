@@ -227,19 +227,19 @@ class ServerConfig:
             (self.ssl_keyfile is None) == (self.ssl_certfile is None),
             "ssl_keyfile",
             self.ssl_keyfile,
-            "given with --ssl-certfile",
+            "given together with --ssl-certfile",
         )
         check(
             self.ssl_keyfile_password is None or self.ssl_keyfile is not None,
             "ssl_keyfile",
             None,
-            "given with --ssl-keyfile-password",
+            "given together with --ssl-keyfile-password",
         )
         check(
             self.ssl_ca_certs is None or self.ssl_certfile is not None,
             "ssl_ca_certs",
             self.ssl_ca_certs,
-            "given with --ssl-certfile",
+            "given together with --ssl-certfile",
         )
 
     @property

@@ -144,7 +144,7 @@ class SpecConfig:
                 threshold == 1 or self.speculative_synthetic_acceptance is None,
                 name,
                 threshold,
-                "1 with synthetic acceptance",
+                "1 with --speculative-synthetic-acceptance",
             )
         if self.named:
             tokens = self.speculative_token_map

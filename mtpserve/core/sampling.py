@@ -256,7 +256,7 @@ class SamplingParams:
         excluding = [name for name, ids in (("bad_words", words), ("min_tokens", ends)) if left & ids]
         if left <= words | ends:
             raise InvalidRequest(
-                f"allowed_token_ids and {' and '.join(excluding)} exclude each other: no token is left",
+                f"allowed_token_ids and {' and '.join(excluding)} leave no token that the model may write",
                 "allowed_token_ids",
             )
 

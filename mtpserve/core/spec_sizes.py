@@ -79,8 +79,8 @@ class SpecSizes:
         rows = self.rows_per_step
         if budget < rows:
             raise ConfigError(
-                f"--chunked-prefill-size must be at least {rows}: one token and {rows - 1} drafts, "
-                f"got {budget}"
+                f"--chunked-prefill-size must be at least {rows}, for one token and {rows - 1} drafts "
+                f"of a request, got {budget}"
             )
         if room < 2:
             least = f"at least {reserve + 2}: two tokens and {reserve} kept for drafting"

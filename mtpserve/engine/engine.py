@@ -204,7 +204,7 @@ class Engine:
             return
         if self._grammars is None:
             raise InvalidRequest(
-                f"{spec.kind} needs the model's tokenizer, which this engine was started without", spec.kind
+                f"{spec.kind} needs a tokenizer, and this engine was started without one", spec.kind
             )
         self._grammars.prepare(spec)
 

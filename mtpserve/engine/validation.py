@@ -30,12 +30,12 @@ def validate(request: Request, card: ModelCard, live_ids: Container[str], policy
         require_known(ids, param, card.vocab)
     if prompt >= context:
         raise InvalidRequest(
-            f"prompt has {prompt} tokens, but prompt and output together are at most {context}", "prompt"
+            f"prompt has {prompt} tokens, but prompt and output together may have at most {context}", "prompt"
         )
     require_fit(prompt, sampling, context)
     if sampling.thinking_token_budget is not None:
         raise InvalidRequest(
-            "thinking_token_budget needs a server's reasoning parser, which knows where reasoning ends, got "
+            "thinking_token_budget needs a server with --reasoning-parser, got "
             f"{sampling.thinking_token_budget}",
             "thinking_token_budget",
         )

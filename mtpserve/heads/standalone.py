@@ -84,7 +84,8 @@ class Standalone(Separate):
         longest = config.model.context_length or trunk.max_positions
         if arch.max_positions < longest:
             log.warning(
-                "%s: %d positions, and requests may have %d: later drafts may be worse",
+                "%s: the draft model has %d positions and requests may have %d tokens: drafts after "
+                "that may be worse",
                 values.path,
                 arch.max_positions,
                 longest,

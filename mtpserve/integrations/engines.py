@@ -75,7 +75,7 @@ class Engines:
     async def end_process(self, what: str) -> NoReturn:
         """Ends the process once no engine lives and none will be started again, at once: what came in
         meanwhile would be lost, too."""
-        log.error("%s ends: %s", what, await self.client.wait_dead())
+        log.error("%s stops: %s", what, await self.client.wait_dead())
         os._exit(1)
 
     async def stop(self) -> None:

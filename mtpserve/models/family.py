@@ -130,7 +130,7 @@ def as_stored(family: Family, arch: ModelArch, checkpoint: Checkpoint) -> ModelA
     if is_plain and checkpoint.equal(embed.main, head.main):
         return arch
     log.warning(
-        "%s: tie_word_embeddings is true, but %s and %s differ: the model has both",
+        "%s: tie_word_embeddings is true, but %s and %s differ: both are used",
         checkpoint.directory,
         head.main,
         embed.main,

@@ -38,11 +38,11 @@ def admitted(new_requests: Seq[NewRequest], grammars: GrammarCompiler | None) ->
         try:
             if grammars is None:
                 raise InvalidRequest(
-                    f"{spec.kind} needs the model's tokenizer, which this runner has not", spec.kind
+                    f"{spec.kind} needs the model's tokenizer, and this runner has none", spec.kind
                 )
             request.grammar = grammars.compile(spec)
         except Exception as error:
-            log.exception("request %s could not be seated", request.id, extra={"request_id": request.id})
+            log.exception("request %s could not be admitted", request.id, extra={"request_id": request.id})
             request.refuse(error)
     return requests
 

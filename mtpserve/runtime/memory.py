@@ -177,11 +177,11 @@ class WorkingMemory:
         completed = (running + 1) * entries_of_nodes(config, arch, self.sizes)
         return [
             ("request state", self.state(running)),
-            ("tables of penalties and biases, once asked for", self.tables(running)),
-            ("hidden rows that the draft model absorbs later", absorbed),
+            ("tables of penalties and biases, when requests use them", self.tables(running)),
+            ("hidden states that wait for the draft model", absorbed),
             ("states of recurrent layers", (running + 1) * state_bytes),
-            ("inputs of recurrent layers that wait for a verdict", (running + 1) * waiting_bytes),
-            ("entries that nodes of trees complete", completed),
+            ("inputs of recurrent layers that wait for verification", (running + 1) * waiting_bytes),
+            ("entries that tree nodes complete", completed),
             (f"one step's numbers{ESTIMATE}", step),
             (f"captured steps{ESTIMATE}", captured),
         ]
@@ -241,11 +241,11 @@ def plan_memory(
         *working.rows(running),
         *kv_rows(arch, sizes, page_size, pages, running, ahead),
         (
-            "KV, the page that pads batches",
+            "KV, padding page",
             sum(page_size * sizes.token(kind) + entries_of_page(kind, sizes, page_size) for kind in kinds),
         ),
-        (f"{states} states for requests with the same prefix", states * state_bytes),
-        ("the hidden row at the end of each page", (pages[0] + 1) * boundary),
+        (f"{states} cached states of recurrent layers", states * state_bytes),
+        ("hidden state at the end of each page", (pages[0] + 1) * boundary),
     ]
     return MemoryPlan([row for row in rows if row[1]], pages, states, running, context)
 
@@ -267,8 +267,8 @@ def require_memory(plan: MemoryPlan, config: EngineConfig, device: torch.device)
     )
     gib = 2**30
     raise NoRoom(
-        f"{required_bytes / gib:,.1f} GiB are needed, of which {what} takes {max_bytes / gib:,.1f}, and "
-        f"there are {there / gib:,.1f}: {advice}"
+        f"{required_bytes / gib:,.1f} GiB of memory are needed ({what}: {max_bytes / gib:,.1f} GiB), "
+        f"and {there / gib:,.1f} GiB are available: {advice}"
     )
 
 

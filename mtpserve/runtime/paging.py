@@ -300,6 +300,6 @@ class Transfers:
         try:
             reason, seconds = job.result()
         except Exception:
-            log.exception("a page could not be moved: %s", transfer.kind)
+            log.exception("a KV page could not be transferred: %s", transfer.kind)
             reason, seconds = FAILED, 0.0
         return Transferred(transfer, not reason, seconds, size, reason)

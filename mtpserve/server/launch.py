@@ -122,7 +122,13 @@ def serve(
     server = with_keys(server)
     require_tracing(server)  # before a model is loaded
     if not (server.api_key or server.ssl_ca_certs or is_loopback(server.host)):
-        log.warning("listening on %s without --api-key: every client that reaches it may use it", server.host)
+        log.warning(
+            (
+                "listening on %s without an API key: everyone who can reach this address can use the server; "
+                "see --api-key-file"
+            ),
+            server.host,
+        )
     with (
         listen(server.host, server.port) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
@@ -257,17 +263,20 @@ class Launch:
         delay, timeout = self.server.drain_delay, self.server.drain_timeout
         if delay > 0:
             log.info(
-                "leaving: /health says 503, new requests are refused in %g s; a second signal stops at once",
+                "shutdown in %g s: /health answers 503, new requests are still accepted; a second "
+                "signal stops at once",
                 delay,
             )
             service.leaving = True
             await asyncio.sleep(delay)
         service.draining = True
         if client.requests == 0:
-            log.info("shutting down: no request runs")
+            log.info("shutting down: no requests are running")
             return
         log.info(
-            "draining: %d running requests have %g s; a second signal stops at once", client.requests, timeout
+            "draining: running requests: %d, time limit: %g s; a second signal stops at once",
+            client.requests,
+            timeout,
         )
         await client.drain(timeout)
 

@@ -84,7 +84,7 @@ def reduced_head(trunk: Trunk, model: DraftModel, token_map: list[int] | None) -
         return None
     decoder = cast(DecoderModel, trunk)
     tokens = torch.tensor(token_map, device=decoder.norm.weight.device)
-    log.info("the draft head has %d of %d tokens", len(tokens), trunk.arch.vocab)
+    log.info("the draft head has %d of the %d tokens", len(tokens), trunk.arch.vocab)
     multiply = decoder.logits_of(tokens)
     return ReducedHead(tokens, trunk.arch.vocab, lambda head, depth: multiply(head))
 

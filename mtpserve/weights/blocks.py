@@ -43,7 +43,7 @@ def hold_blocks(
             continue
         shard = shards[target]
         if (why := why_wide(owner, name, members, formats, kinds, shard)) is not None:
-            log.debug("%s is expanded: %s", target, why)
+            log.debug("%s is expanded to --dtype: %s", target, why)
             cut += [target] if why == NOT_WHOLE else []
         elif formats[0].groups is None:
             make_room(owner, name, parts_of(owner, name))

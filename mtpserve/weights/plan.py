@@ -147,7 +147,7 @@ def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:
         for reason, number in left_out.items():
             # Copies are as published, and nothing is lost with them.
             level = logging.DEBUG if reason.startswith("a copy") else logging.INFO
-            log.log(level, "%s: tensors left out: %d (%s)", source.checkpoint.directory, number, reason)
+            log.log(level, "%s: tensors not loaded: %d (%s)", source.checkpoint.directory, number, reason)
     if gaps := list(audit.gaps()):
         raise LoadError(_missing(module, sources, audit.parameters, gaps))
     return sorted(placements, key=lambda p: (p.entry.file, p.entry.start))

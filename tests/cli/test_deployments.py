@@ -63,7 +63,7 @@ def test_published_commands(line: str, ranks: int, data: int, spreads: bool, dra
         ("--tp 8 --dp 3 --enable-dp-attention", "--tensor-parallel-size must be 1, or a multiple of --data-parallel-size, which is 3"),
         (
             "--dp 8 --enable-expert-parallel --disaggregation-mode decode --speculative-algorithm MTP",
-            "its engines compute each step together",
+            "the engines compute each step together",
         ),
         ("--tp 8 --ep 4", "--expert-parallel-size must be 1 or 8, the number of all engines' processes"),
         ("--enable-mtp", "use --speculative-algorithm MTP"),

@@ -45,7 +45,7 @@ def test_experts_of_an_engines_ranks() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("[]", "must hold an object"),
+        ("[]", "must be a JSON object"),
         ("{", "Expecting"),
         ('{"9": [0, 1]}', "'9' is not the number of a layer with experts"),
         ('{"1": [0, 1, 2, 0]}', r"layer 1 must have 4 numbers of EP ranks in \[0, 1\]"),
@@ -61,7 +61,7 @@ def test_what_is_no_map(tmp_path: Path, text: str, error: str) -> None:
 
 
 def test_what_is_no_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text, engines, error in (('{"1": 3}', "2", "must hold an object"), ('{"1": [1, 2]}', "3", "--engines must be in [2, 2]")):
+    for text, engines, error in (('{"1": 3}', "2", "must be a JSON object"), ('{"1": [1, 2]}', "3", "--engines must be in [2, 2]")):
         file = tmp_path / "load.0"
         file.write_text(text)
         assert main(["experts", str(file), "--engines", engines, "--output", str(tmp_path / "map")]) == 2

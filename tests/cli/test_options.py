@@ -128,7 +128,7 @@ def test_keys_of_published_configs_that_change_no_text_are_left_out(caplog: pyte
     config = {"method": "mtp", "num_speculative_tokens": 2}
     assert parse("-sc", json.dumps(config | keys)).engine.spec == parse("-sc", json.dumps(config)).engine.spec
     assert [record.getMessage() for record in caplog.records] == [
-        f"--speculative-config: {key!r} changes nothing here, and is left out" for key in keys
+        f"--speculative-config: {key!r} is ignored, it changes nothing here" for key in keys
     ]
 
 
@@ -193,7 +193,7 @@ def test_members_may_be_objects_lists_and_texts() -> None:
         (["--tool-call-parser", "mine"], ["--tool-call-parser must be one of auto, none, deepseek_v3", "'mine'"]),
         (["--reasoning-parser", "mine"], ["--reasoning-parser must be one of auto, none, deepseek-r1", "'mine'"]),
         (["--default-chat-template-kwargs", "[1]"], ["--default-chat-template-kwargs must be a JSON object, got '[1]'"]),
-        (["--port.a", "1"], ["--port takes no object", "--speculative-config"]),
+        (["--port.a", "1"], ["--port is not a JSON option", "--speculative-config"]),
         (["--speculative-config.method"], ["--speculative-config.method", "expected one argument"]),
         (["-sc.method", "mtp", "-sc.method", "ngram"], ["-sc.method is given twice: 'mtp' and 'ngram'"]),
         (["-sc.method", "mtp", "-sc", '{"method": "ngram"}'], ["--speculative-config.method is given twice"]),
@@ -202,7 +202,7 @@ def test_members_may_be_objects_lists_and_texts() -> None:
         (["--speculative-config.tokens", "1"], ["'tokens'", "num_speculative_tokens"]),
         (["--root-path", "api"], ["--root-path must be a path like /api, got 'api'"]),
         (["--root-path", "/"], ["--root-path must be a path like /api, got '/'"]),
-        (["--ssl-keyfile-password", "x"], ["--ssl-keyfile must be given with --ssl-keyfile-password"]),
+        (["--ssl-keyfile-password", "x"], ["--ssl-keyfile must be given together with --ssl-keyfile-password"]),
         (["--enable-lora"], ["adapters are not supported"]),
         (["--disable-uvicorn-access-log"], ["--log-level warning"]),
         (["--default-chat-template-kwargs", "{"], ["--default-chat-template-kwargs must be a JSON object, got '{'"]),
@@ -257,7 +257,7 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         ("dtype: quarter", ["--dtype", "float16"]),
         ("model: demo\nmodel-path: other", ["model", "twice", "'demo'", "'other'"]),
         ("model: [demo]", ["--model", "text"]),
-        ("- model", ["keys and values"]),
+        ("- model", ["mapping of options to values"]),
         ("model: 'demo", ["not YAML"]),
         ("model: !!python/object/apply:os.system [ls]", ["not YAML"]),
         ("7: 8", ["'7'"]),
@@ -339,7 +339,7 @@ def test_lists_are_given_in_any_way_and_never_repeated(tmp_path: Path) -> None:
         ModelConfig(served_model_name="a")  # type: ignore[arg-type]
     assert from_yaml(tmp_path, "api-key: [a, b]").server.api_key == ("a", "b")
     for bad in ("", "secret,,b", "secret b", "secret\nc"):
-        with pytest.raises(ConfigError, match="must be texts without blanks") as found:
+        with pytest.raises(ConfigError, match="must be texts without spaces") as found:
             parse("--api-key", bad)
         assert "secret" not in str(found.value)
 

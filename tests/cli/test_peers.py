@@ -38,7 +38,7 @@ def parse(line: str) -> Settings:
 )
 def test_what_is_done_anyway_is_left_out_with_a_warning(line: str, left_out: list[str], caplog: pytest.LogCaptureFixture) -> None:
     assert parse(line) == parse("m")
-    names = [record.getMessage().partition(" changes nothing here, and is left out: ")[0] for record in caplog.records]
+    names = [record.getMessage().partition(" is ignored, it changes nothing here: ")[0] for record in caplog.records]
     assert names == [f"--{name}" for name in left_out]
 
 
@@ -108,7 +108,7 @@ def test_names_and_values_of_peers_mean_ours(theirs: str, ours: str) -> None:
 
 
 def test_a_model_is_not_taken_for_a_key() -> None:
-    with pytest.raises(ConfigError, match=r"^--api-key takes all texts up to the next option: put MODEL before it") as caught:
+    with pytest.raises(ConfigError, match=r"^--api-key takes all words up to the next option: put MODEL before it") as caught:
         parse("--api-key secret org/model")
     assert "secret" not in str(caught.value)
 

@@ -74,12 +74,12 @@ def test_an_mtp_layer_drafts_and_one_line_says_why(tmp_path: Path, make: Make, c
             tiny.directory,
             {},
             "MTP",
-            "MTP, 3 deep: the checkpoint's own MTP layer, with which it drafts unless --speculative-algorithm says",
+            "MTP, up to 3 drafts in a row: the checkpoint's MTP layer (default; see --speculative-algorithm",
         ),
-        (tiny.directory, {"speculative_algorithm": "auto"}, "MTP", "MTP, 3 deep: the checkpoint's own MTP layer"),
-        (tiny.directory, {"speculative_num_steps": 2}, "MTP", "MTP, 2 deep: the checkpoint's own MTP layer"),
-        (tiny.directory, {"speculative_algorithm": OFF}, None, "none, plain decoding: as --speculative-algorithm says"),
-        (tiny.directory, {"speculative_algorithm": "nextn"}, "NEXTN", "NEXTN, 3 deep: as --speculative-algorithm says"),
+        (tiny.directory, {"speculative_algorithm": "auto"}, "MTP", "MTP, up to 3 drafts in a row: the checkpoint's MTP layer"),
+        (tiny.directory, {"speculative_num_steps": 2}, "MTP", "MTP, up to 2 drafts in a row: the checkpoint's MTP layer"),
+        (tiny.directory, {"speculative_algorithm": OFF}, None, "none, plain decoding: set by --speculative-algorithm"),
+        (tiny.directory, {"speculative_algorithm": "nextn"}, "NEXTN", "NEXTN, up to 3 drafts in a row: set by --speculative-algorithm"),
         (trunk, {}, None, f"none, plain decoding: {trunk}: the checkpoint has no MTP layer: its config says num_nextn_predict_layers = 1"),
     ):
         caplog.clear()
@@ -96,9 +96,11 @@ def test_an_mtp_layer_drafts_and_one_line_says_why(tmp_path: Path, make: Make, c
 
 def test_a_family_without_one_is_plain(tmp_path: Path) -> None:
     made = plan_engine(config_of(llama(tmp_path).directory))
-    assert made.drafting == f"none, plain decoding: {tmp_path}: a LlamaForCausalLM has no MTP layer" and not made.left_out
+    assert made.drafting == f"none, plain decoding: {tmp_path}: the architecture LlamaForCausalLM has no MTP layer" and not made.left_out
     assert made.config.spec.named and made.config.spec.steps == 0
-    with pytest.raises(ConfigError, match=r"--speculative-num-steps 2 needs something that drafts, and .* a LlamaForCausalLM has no MTP"):
+    with pytest.raises(
+        ConfigError, match=r"--speculative-num-steps 2 needs a source of drafts, and .* the architecture LlamaForCausalLM has no MTP"
+    ):
         plan_engine(config_of(tmp_path, speculative_num_steps=2))
     assert plan_engine(config_of(tmp_path, speculative_num_steps=0)).config.spec.steps == 0, "no drafts are what it gives"
 
@@ -150,7 +152,7 @@ def test_one_that_cannot_be_used_is_warned_of(tmp_path: Path, broken: Any, why: 
     config = broken(tiny, tmp_path)
     assert text(config) == text(config_of(tiny.directory, speculative_algorithm=OFF))
     [line] = [record for record in caplog.records if record.levelno == logging.WARNING and "drafter: " in record.getMessage()]
-    assert line.getMessage().startswith("drafter: none, plain decoding: there is an MTP layer, but it cannot be used: ")
+    assert line.getMessage().startswith("drafter: none, plain decoding: the checkpoint's MTP layer cannot be used: ")
     with pytest.raises((LoadError, ConfigError), match=why) as error:
         build_engine(replace(config, spec=SpecConfig(speculative_algorithm="MTP")))
     assert str(error.value) in line.getMessage()
@@ -192,7 +194,7 @@ def test_of_several_layers_the_first_one_drafts(tmp_path: Path, make: Make) -> N
         apart = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(directory)}
         assert text(config_of(directory, **apart)) == plain
     noted = inspect_model(config_of(directory)).notes
-    assert any("of its 2 MTP layers the first one drafts at every depth" in line for line in noted)
+    assert any("the first of its 2 MTP layers drafts at every depth" in line for line in noted)
 
 
 def unlisted_in_its_shards(tiny: Tiny, directory: Path) -> None:
@@ -262,7 +264,7 @@ def test_what_is_left_of_a_layer_is_left_out(tmp_path: Path, make: Make, kept: s
     directory = write(tmp_path / "other", tiny.config, rest | computed)
     with caplog.at_level(logging.INFO):
         assert text(config_of(directory)) == text(config_of(tiny.directory, speculative_algorithm=OFF))
-    assert "tensors left out: 2 (the rotation is computed)" in caplog.text and "an MTP layer that is not" in caplog.text
+    assert "tensors not loaded: 2 (the rotation is computed)" in caplog.text and "an MTP layer that is not" in caplog.text
     inspect_model(config_of(directory))
 
 
@@ -290,9 +292,9 @@ def test_no_memory_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(drafter, "plan", plan)
     made = plan_engine(config_of(tiny.directory))
-    assert made.left_out and made.drafting.endswith("it cannot be used: no memory is left for the KV pool")
+    assert made.left_out and made.drafting.endswith("layer cannot be used: no memory is left for the KV pool")
     for together in (config_of(tiny.directory, ranks=2), config_of(tiny.directory, role="prefill")):
-        with pytest.raises(NoRoom, match="the KV pool; --speculative-algorithm none leaves the MTP layer out"):
+        with pytest.raises(NoRoom, match="the KV pool; --speculative-algorithm none does not load the MTP layer"):
             plan_engine(together)
 
 
@@ -300,10 +302,10 @@ def test_a_draft_model_tells_what_it_is(tmp_path: Path) -> None:
     tiny = deepseek(tmp_path / "whole")
     trunk, apart = trunk_of(tiny, tmp_path / "trunk"), write_nextn(tmp_path / "apart", tiny, 0)
     made = plan_engine(config_of(trunk, speculative_draft_model_path=str(apart)))
-    assert made.config.spec.parts == ["NEXTN"] and made.drafting == f"NEXTN, 3 deep: {apart} is an MTP layer"
+    assert made.config.spec.parts == ["NEXTN"] and made.drafting == f"NEXTN, up to 3 drafts in a row: {apart} is an MTP layer"
     assert text(config_of(trunk, speculative_draft_model_path=str(apart))) == text(config_of(trunk))
     write(tmp_path / "unknown", {}, {"a": torch.zeros(2)})
-    with pytest.raises(ConfigError, match=r"unknown: neither config nor tensors tell .* name it with --speculative-algorithm"):
+    with pytest.raises(ConfigError, match=r"unknown: the kind of draft model cannot be recognized .* name it with --speculative-algorithm"):
         plan_engine(config_of(trunk, speculative_draft_model_path=str(tmp_path / "unknown")))
 
 

@@ -329,7 +329,7 @@ def test_a_step_that_raises_ends_its_own_requests_only(step: int) -> None:
         ([], {}, "prompt", "must not be empty"),
         ([1, VOCAB], {}, "prompt", r"in \[0, 49\], got 50"),
         ([-1], {}, "prompt", "got -1"),
-        ([1] * 40, {"max_tokens": None}, "prompt", "prompt has 40 tokens, but prompt and output together are at most 40"),
+        ([1] * 40, {"max_tokens": None}, "prompt", "prompt has 40 tokens, but prompt and output together may have at most 40"),
         ([1] * 30, {"max_tokens": 11}, "max_tokens", "at most 10 for a prompt of 30 tokens and a context of 40, got 11"),
         ([1], {"max_tokens": 10**9}, "max_tokens", "got 1000000000"),
         ([1], {"stop_token_ids": (3, VOCAB)}, "stop_token_ids", "got 50"),
@@ -377,7 +377,7 @@ def test_a_small_pool_shortens_the_context() -> None:
 
 
 def test_impossible_configurations() -> None:
-    with pytest.raises(ConfigError, match="--chunked-prefill-size must be at least 4: one token and 3 drafts, got 3"):
+    with pytest.raises(ConfigError, match="--chunked-prefill-size must be at least 4, for one token and 3 drafts of a request, got 3"):
         Bench(budget=3)
     with pytest.raises(ConfigError, match="--max-total-tokens must be at least 10"):
         Bench(pages=2)

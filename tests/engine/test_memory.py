@@ -94,7 +94,7 @@ def test_too_small_a_fraction_is_refused_with_the_one_that_is_needed() -> None:
 
 def test_what_does_not_fit_is_refused_before_anything_is_allocated() -> None:
     config = EngineConfig(cache=CacheConfig(max_total_tokens=999_999_999))
-    with pytest.raises(NoRoom, match=r"GiB are needed, of which KV, 999,.* takes 6,.*: lower --max-total-tokens"):
+    with pytest.raises(NoRoom, match=r"GiB of memory are needed \(KV, 999,.*: 6,.* GiB\), .*: lower --max-total-tokens"):
         build_engine(config)
 
 
@@ -112,20 +112,24 @@ def test_a_share_that_is_too_small_is_refused_with_one_that_is_enough() -> None:
 @pytest.mark.parametrize("algorithm", [None, "none", "MTP"])
 def test_a_pool_that_fits_nowhere_is_an_error_of_one_line(algorithm: str | None) -> None:
     config = EngineConfig(cache=CacheConfig(max_total_tokens=10**12), spec=SpecConfig(speculative_algorithm=algorithm))
-    with pytest.raises(ConfigError, match=r"^[\d,.]+ GiB are needed, of which KV, .*: lower --max-total-tokens$"):
+    with pytest.raises(ConfigError, match=r"^[\d,.]+ GiB of memory are needed \(KV, .*\), .*: lower --max-total-tokens$"):
         build_engine(config)
     assert plan_engine(config, must_fit=False).memory.pages[0] * config.cache.page_size > 10**11
 
 
 def test_too_few_tokens_for_drafts_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--max-total-tokens must be at least 26: .* got 16; --speculative-algorithm none keeps none"):
+    with pytest.raises(
+        ConfigError, match=r"^--max-total-tokens must be at least 26: .* got 16; with --speculative-algorithm none no tokens are reserved"
+    ):
         plan_engine(EngineConfig(cache=CacheConfig(max_total_tokens=16)))
 
 
 def test_a_pool_below_the_context_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     build_engine(EngineConfig(cache=CacheConfig(max_total_tokens=64), spec=SpecConfig(speculative_algorithm="none")))
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("a request may have 62 tokens of the context of 2048: the KV pool holds no more, see --max-total-tokens")
+    assert said.startswith(
+        "a request may have only 62 tokens, not the model's context of 2048: the KV cache is too small; raise --max-total-tokens"
+    )
 
 
 def test_concurrency_follows_from_memory_and_budget() -> None:

@@ -263,7 +263,7 @@ def test_each_engine_plans_for_its_own_experts(tmp_path: Path) -> None:
         ),
         (
             {"expert_map": "x", "enable_expert_parallel": True},
-            "--expert-map must be given with --enable-expert-parallel and several engines",
+            "--expert-map must be used with --enable-expert-parallel and several engines only",
         ),
     ],
 )
@@ -276,8 +276,8 @@ def test_a_model_without_experts_and_one_with_too_few(tmp_path: Path) -> None:
     deepseek(tmp_path / "few", n_routed_experts=2, num_experts_per_tok=1)
     llama(tmp_path / "none")
     for model, engines, error in (
-        ("none", 2, "--enable-expert-parallel spreads the experts of a model, and this one has none"),
-        ("few", 4, "with --enable-expert-parallel engines must have at most 2 processes, the model's experts, got 4"),
+        ("none", 2, "--enable-expert-parallel spreads a model's experts, and this model has none"),
+        ("few", 4, "--enable-expert-parallel needs an expert of each layer for each process: at most 2 processes, got 4"),
     ):
         config = config_of(
             tmp_path / model, SpecConfig(speculative_algorithm="none"), data_parallel_size=engines, enable_expert_parallel=True

@@ -47,7 +47,7 @@ def test_more_threads_than_cores_are_warned_of(caplog: pytest.LogCaptureFixture,
     assert not caplog.messages
     threads.bind(bound(2, 0, cpu_threads=cores))
     assert caplog.messages == [
-        f"{2 * cores} threads for {cores} cores: 2 engine processes with {cores} each, which wait for each other; see --cpu-threads"
+        f"{2 * cores} threads on {cores} cores (2 engine processes with {cores} threads each) slow each other down; see --cpu-threads"
     ]
 
 
@@ -111,13 +111,13 @@ def test_each_engine_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 @needs_affinity
 def test_a_core_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match="--cpu-affinity 0-99999: this process may not run on core "):
+    with pytest.raises(ConfigError, match="--cpu-affinity 0-99999: this process is not allowed to run on core "):
         threads.bind(bound(cpu_affinity="0-99999"))
 
 
 def test_a_system_that_does_not_bind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "allowed", lambda: None)
-    with pytest.raises(ConfigError, match="does not bind"):
+    with pytest.raises(ConfigError, match="cannot bind"):
         threads.bind(bound(cpu_affinity="0"))
 
 

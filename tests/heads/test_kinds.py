@@ -97,9 +97,9 @@ def test_a_pair_that_does_not_fit(tmp_path: Path) -> None:
     target, other = str(llama(tmp_path / "target").directory), llama(tmp_path / "other", vocab_size=25).directory
     with pytest.raises(ConfigError, match="vocab_size is 25, and the model's is 24"):
         inspect.run([str(other), "--model", target])
-    with pytest.raises(ConfigError, match="head is an EAGLE head, no model: name the model that it drafts for with --model"):
+    with pytest.raises(ConfigError, match="head is an EAGLE head, not a model: name the model that it drafts for with --model"):
         inspect.run([str(publish(tmp_path / "head", LLAMA, ["fc.weight"]))])
-    with pytest.raises(ConfigError, match="what kind of draft model this is: name it with --speculative-algorithm"):
+    with pytest.raises(ConfigError, match="cannot be recognized from its config and tensors: name it with --speculative-algorithm"):
         inspect.run([str(publish(tmp_path / "unknown", {}, [])), "--model", target])
 
 

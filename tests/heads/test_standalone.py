@@ -172,11 +172,11 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     for name, vocab in (("target", 24), ("drafter", 25)):
         llama(tmp_path / name, vocab_size=vocab)
     config = config_of(tmp_path / "target", drafted(tmp_path / "drafter"))
-    with pytest.raises(ConfigError, match=r"drafter: vocab_size is 25, and the model's is 24; whether that is padding .*no tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"drafter: vocab_size is 25, and the model's is 24; this may be padding, .*no tokenizer.json"):
         plan(config)
     for name in ("target", "drafter"):
         write_tokenizer(tmp_path / name)
-    with pytest.raises(ConfigError, match="needs the model's tokenizer: token 24 is '' to the model and 'y' to"):
+    with pytest.raises(ConfigError, match="must have the same tokenizer as the model: token 24 is '' to the model and 'y' to"):
         plan(config)
 
 
@@ -208,7 +208,7 @@ def test_the_first_token_that_differs_is_named(tmp_path: Path) -> None:
     plan(config)
     file = tmp_path / "drafter" / "tokenizer.json"
     file.write_text(file.read_text().replace('"f"', '"F"').replace('"p"', '"P"'))
-    with pytest.raises(ConfigError, match=r"needs the model's tokenizer: token 5 is 'f' to the model and 'F' to .*drafter"):
+    with pytest.raises(ConfigError, match=r"must have the same tokenizer as the model: token 5 is 'f' to the model and 'F' to .*drafter"):
         plan(config)
 
 
@@ -217,7 +217,7 @@ def test_a_drafter_for_shorter_texts_is_named(tmp_path: Path, caplog: pytest.Log
     plan(config_of(tmp_path / "target", drafted(tmp_path / "drafter"), context_length=32))
     assert "positions" not in caplog.text
     plan(config_of(tmp_path / "target", drafted(tmp_path / "drafter")))
-    assert "drafter/config.json: 32 positions, and requests may have 64" in caplog.text
+    assert "drafter/config.json: the draft model has 32 positions and requests may have 64 tokens" in caplog.text
 
 
 def test_dummy_weights(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def engine_of(tiny: Tiny, spec: SpecConfig, tokens: int, budget: int, stored: st
 def test_a_family_without_an_mtp_layer_says_so(tmp_path: Path, make: Make) -> None:
     name = make(tmp_path).config["architectures"][0]
     config = EngineConfig(model=ModelConfig(model=str(tmp_path)), spec=SpecConfig(speculative_algorithm="NEXTN"))
-    with pytest.raises(UnsupportedModel, match=f"a {name} has no MTP layer; plain decoding is --speculative-algorithm none"):
+    with pytest.raises(UnsupportedModel, match=f"the architecture {name} has no MTP layer; plain decoding is --speculative-algorithm none"):
         describe(config, want_mtp=True)
 
 

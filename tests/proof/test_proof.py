@@ -90,7 +90,10 @@ def test_nothing_to_prove() -> None:
     for options, told in (
         ({"speculative_algorithm": "MTP", "speculative_num_steps": 0}, "--speculative-num-steps must be at least 1, got 0"),
         ({"speculative_algorithm": "none"}, "--speculative-algorithm none leaves nothing to compare"),
-        ({"chunked_prefill_size": 3}, "there is nothing to prove. What drafts: none, plain decoding: there is an MTP layer, but"),
+        (
+            {"chunked_prefill_size": 3},
+            "there is nothing to prove without drafts. Drafter: none, plain decoding: the checkpoint's MTP layer cannot",
+        ),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             prove({**SMALL, **options}, PROMPTS, tokens=1, draws=1)
@@ -161,7 +164,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert written["holds"] and written["prompts"] == 2 and len(written["laws"]) == 12
     shown, told = capsys.readouterr()
     assert "2 of 2 prompts give the same text" in shown and "holds" in shown and written["next"] == []
-    assert shown.startswith("drafter     MTP, 3 deep: the checkpoint's own MTP layer") and written["drafting"] in shown
+    assert shown.startswith("drafter     MTP, up to 3 drafts in a row: the checkpoint's MTP layer") and written["drafting"] in shown
     lines = told.splitlines()
     assert (
         lines[0] == "prove: stage 1 of 2, with drafts: the model is loading"

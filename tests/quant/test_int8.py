@@ -71,7 +71,7 @@ def test_drafting_in_int8_changes_no_text(dtype: str, caplog: pytest.LogCaptureF
     plain = run(build_engine(config(draft="none", drafts=0, dtype=dtype), poison=True), ASKED, GREEDY)
     with caplog.at_level(logging.INFO, "mtpserve.engine.startup.build"):
         drafting = build_engine(config(draft="int8", dtype=dtype), poison=True)
-    assert "int8, the draft model: rounding changes the matrices by" in caplog.text
+    assert "int8, the draft model: rounding error of the matrices: " in caplog.text
     assert run(drafting, ASKED, GREEDY) == plain
     exactly = build_engine(config(draft="none", dtype=dtype), poison=True)
     run(exactly, ASKED, GREEDY)
@@ -99,7 +99,7 @@ def test_the_plan_counts_one_byte_for_each_weight() -> None:
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"draft": "int8"}])
 def test_without_the_kernels_it_is_refused(options: dict[str, str]) -> None:
     name = "quantization" if "quantization" in options else "speculative-draft-model-quantization"
-    with pytest.raises(ConfigError, match=f"--{name} int8: only the kernels of a CPU multiply int8, and what computes here is torch"):
+    with pytest.raises(ConfigError, match=f"--{name} int8 needs the CPU kernels, and this engine uses the kernels torch"):
         plan(config(backend="reference", **options))
 
 

@@ -205,7 +205,7 @@ def test_all_tiers_are_captured_at_start_and_said_to_be(
     plain = {key.requests for key in graphs.captured if key.width == 1 and not key.rows}
     assert plain == {size for size in tiers(most) if above and size > above}
     assert recorder.recordings == len(graphs.captured) == expected
-    assert caplog.messages == [f"captured {expected} of {expected} steps, for up to {most} requests"]
+    assert caplog.messages == [f"CUDA graphs: {expected} of {expected}, for up to {most} requests"]
     params = [SamplingParams(max_tokens=9 + i, temperature=0.7 * (i % 2), top_k=5 * (i % 3), seed=i) for i in range(min(most, 9))]
     run(engine, prompts(len(params)), params)
     assert recorder.recordings == expected and recorder.replayed, "something was captured under load"

@@ -176,7 +176,7 @@ def test_what_nobody_has_heard_of_is_left_out(http: httpx.AsyncClient, caplog: p
         response = send(http, "POST", COMPLETIONS, json={"prompt": "a", "unheard\nof": 1, "stream": True, "stream_options": {"new": 1}})
     assert response.status_code == 200
     assert [record.getMessage() for record in caplog.records if "unheard" in record.getMessage()] == [
-        r"CompletionRequest: fields left out: 'unheard\nof'"
+        r"CompletionRequest: ignored fields: 'unheard\nof'"
     ]
     for fields in ({"user": "me"}, {"metadata": {"a": "b"}}, {"cache_salt": "x"}, {"prompt_cache_key": "x"}, {"store": False}):
         assert send(http, "POST", COMPLETIONS, json={"prompt": "a"} | fields).status_code == 200

@@ -50,8 +50,8 @@ def test_a_stopped_engine_is_503_and_its_stacks_are_logged(checkpoint: Path, bus
     with launched(checkpoint, "--engine-timeout", "1") as server:
         run(server, work)
         code, log = server.end(30)
-    assert code == 1 and f"{REASON}, and is ended" in log and "most recent call first" in log and "process.py" in log
-    assert sys.platform != "linux" or "which is T (stopped):" in log
+    assert code == 1 and f"{REASON}: the process is killed" in log and "most recent call first" in log and "process.py" in log
+    assert sys.platform != "linux" or "(state: T (stopped)):" in log
 
 
 def test_a_hung_engine_is_started_again_and_its_requests_go_on(checkpoint: Path) -> None:
@@ -141,8 +141,8 @@ def test_a_hung_rank_is_noticed_as_the_engine_is() -> None:
         asyncio.run(work(url, process.pid))
         process.send_signal(signal.SIGTERM)
         log = process.communicate(timeout=60)[1]
-    assert "gave no sign of life for 2 s (--engine-timeout), and is ended" in log
-    assert "which is T (stopped):" in log and "engine/startup/rank.py" in log and "engine/process/process.py" in log
+    assert "gave no sign of life for 2 s (--engine-timeout): the process is killed" in log
+    assert "(state: T (stopped)):" in log and "engine/startup/rank.py" in log and "engine/process/process.py" in log
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

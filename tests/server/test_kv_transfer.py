@@ -157,7 +157,7 @@ def test_vllms_option() -> None:
         ({"kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "x"}'}, "kv_role must be kv_producer, kv_consumer, kv_both"),
         ({"kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "y": 1}'}, "unknown key 'y'"),
         ({"kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_port": "1"}'}, "kv_port must be"),
-        ({"disaggregation_host": "0.0.0.0"}, "not that of all interfaces"),
+        ({"disaggregation_host": "0.0.0.0"}, "not all interfaces"),
         ({"disaggregation_lease": 0.0}, "--disaggregation-lease must be"),
     ],
 )

@@ -82,7 +82,7 @@ def test_forty_of_forty_requests_end_well_when_an_engine_is_killed(checkpoint: P
         run(server, work)
         server.process.send_signal(signal.SIGTERM)
         code, log = server.end(60)
-    assert code == 0 and "engine 0 is started again" in log and "Traceback" not in log
+    assert code == 0 and "engine 0 is restarted" in log and "Traceback" not in log
 
 
 def test_while_an_engine_is_gone_the_server_is_degraded(checkpoint: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_request_that_kills_engines_is_given_up(checkpoint: Path) -> None:
         run(server, work)
         server.process.send_signal(signal.SIGTERM)
         log = server.end(60)[1]
-    assert len(re.findall(r"ERROR engine \d: the engine process ends", log)) == log.count("the engine process ends") == 4
+    assert len(re.findall(r"ERROR engine \d: the engine process stops", log)) == log.count("the engine process stops") == 4
 
 
 def test_an_engine_that_cannot_start_ends_the_server(checkpoint: Path) -> None:

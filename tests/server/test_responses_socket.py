@@ -272,7 +272,7 @@ def test_a_client_that_does_not_read_is_cut_off(checkpoint: Path) -> None:
             slow.sendall(bytes([0x81, 0x80 | len(event)]) + bytes(4) + event)  # masked with zeros
         log: list[str] = []
         threading.Thread(target=lambda: log.extend(server.process.stderr or []), daemon=True).start()
-        until(lambda: any("a WebSocket is closed: its client did not read its answer within 1 s" in line for line in log))
+        until(lambda: any("WebSocket closed: the client did not read its answer within 1 s" in line for line in log))
         until(lambda: any("WEBSOCKET /v1/responses 101" in line for line in log) and running(server) == 0)
         assert sum("response.create" in line for line in log) < 20
 

@@ -61,14 +61,14 @@ def test_a_server_that_shuts_down_is_not_a_dead_engine(checkpoint: Path) -> None
     errors = [answer.json()["error"] for answer in answers] + [events(stream)[-1]["error"]]
     assert [error["code"] for error in errors] == ["shutting_down"] * 4 and all("shutting down" in error["message"] for error in errors)
     assert [(answer.status_code, "retry-after" in answer.headers) for answer in answers] == [(503, True)] * 3
-    assert code == 0 and "engine_dead" not in log and re.search(r"draining: [12] running requests have 10 s", log)
+    assert code == 0 and "engine_dead" not in log and re.search(r"draining: running requests: [12], time limit: 10 s", log)
 
 
 def test_nobody_is_drained_where_nobody_is(checkpoint: Path) -> None:
     with launched(checkpoint) as server:
         server.process.send_signal(signal.SIGTERM)
         code, log = server.end(30)
-    assert code == 0 and "drain" not in log and "shutting down: no request runs" in log
+    assert code == 0 and "drain" not in log and "shutting down: no requests are running" in log
 
 
 def test_the_access_log_says_why_and_not_what_was_asked(checkpoint: Path) -> None:

@@ -143,7 +143,7 @@ def test_the_size_of_pages(tmp_path: Path) -> None:
     model = ModelConfig(model=str(tmp_path), device="cpu")
     assert plan(EngineConfig(model=model)).config.cache.page_size == 48
     with pytest.raises(
-        ConfigError, match="--page-size must be a multiple of 12 for a model whose layers keep entries of as many tokens, got 6"
+        ConfigError, match="--page-size must be a multiple of 12 for this model, whose layers store one entry per 12 tokens, got 6"
     ):
         plan(EngineConfig(model=model, cache=CacheConfig(page_size=6)))
 

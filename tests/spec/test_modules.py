@@ -141,5 +141,5 @@ def test_inspect_counts_all_of_them(tmp_path: Path, make: Make) -> None:
 def test_a_token_map_needs_a_shared_head(tmp_path: Path) -> None:
     step(tmp_path)
     spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=2, speculative_token_map="map.json")
-    with pytest.raises(ConfigError, match="--speculative-token-map needs a draft model that shares the model's head"):
+    with pytest.raises(ConfigError, match="--speculative-token-map needs a draft model that shares the target model's head"):
         describe(EngineConfig(model=ModelConfig(model=str(tmp_path)), spec=spec), want_mtp=True)

@@ -135,7 +135,7 @@ def test_it_is_said_loudly(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_it_cannot_go_with() -> None:
     with pytest.raises(ConfigError, match="must be left out with --speculative-algorithm none"):
         SpecConfig(speculative_algorithm="none", speculative_synthetic_acceptance="1.9")
-    with pytest.raises(ConfigError, match="threshold-acc must be 1 with synthetic acceptance"):
+    with pytest.raises(ConfigError, match="threshold-acc must be 1 with --speculative-synthetic-acceptance"):
         SpecConfig(speculative_algorithm="MTP", speculative_synthetic_acceptance="1.9", speculative_accept_threshold_acc=0.5)
     with pytest.raises(ConfigError, match="nothing to prove"):
         prove({"speculative_algorithm": "MTP", "speculative_synthetic_acceptance": "1.9"}, ["a"], tokens=1, draws=1, tie=0.0)

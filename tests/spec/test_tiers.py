@@ -86,5 +86,5 @@ def test_damaged_files_are_computed_again(tmp_path: Path) -> None:
 
 
 def test_host_memory_for_less_than_a_page_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-offload-gib 9.3.* holds no page of"):
+    with pytest.raises(ConfigError, match=r"--kv-offload-gib 9.3.* is less than one KV page of"):
         engine_with("chain", "deepseek", CacheConfig(kv_offload_gib=2**-30))

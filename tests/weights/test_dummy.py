@@ -78,7 +78,7 @@ def test_an_engine_without_a_checkpoint_or_a_tokenizer(bare: Path, caplog: pytes
         by_ids, by_text = llm.generate([[1, 2, 3], "1 2 3"], asked)
         assert by_ids.tokens == by_text.tokens and by_ids.drafted > 0
         assert by_ids.text.split() == [str(token) for token in by_ids.tokens]
-        with pytest.raises(InvalidRequest, match="needs the model's tokenizer"):
+        with pytest.raises(InvalidRequest, match="needs a tokenizer, and this engine was started without one"):
             llm.generate("1", SamplingParams(grammar=GrammarSpec("regex", "a+")))
     assert "DUMMY WEIGHTS" in caplog.text
 
@@ -114,7 +114,7 @@ def test_the_config_says_whether_there_is_an_mtp_layer(bare: Path) -> None:
 
 
 def test_what_it_cannot_go_with(bare: Path) -> None:
-    with pytest.raises(ConfigError, match="speculative-draft-model-path has no use with --load-format dummy"):
+    with pytest.raises(ConfigError, match="speculative-draft-model-path must be left out with --load-format dummy"):
         describe(configured(bare, SpecConfig(speculative_algorithm="MTP", speculative_draft_model_path="/x")), want_mtp=True)
     (bare / "config.json").write_text("{}")
     with pytest.raises(LoadError, match="has no vocab_size"):

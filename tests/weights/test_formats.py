@@ -159,8 +159,8 @@ def test_tensors_without_a_use_are_left_out_with_a_reason(tmp_path: Path, caplog
         "values are stored as --kv-cache-dtype says",
         "attention's queries and weights are not quantised",
     ):
-        assert f"tensors left out: 1 ({reason}" in caplog.text
-    assert "tensors left out: 2 (the rotation is computed)" in caplog.text
+        assert f"tensors not loaded: 1 ({reason}" in caplog.text
+    assert "tensors not loaded: 2 (the rotation is computed)" in caplog.text
 
 
 @pytest.mark.parametrize(("rows", "chunks", "scales"), [(13568, 4, 108), (14848, 4, 116), (27136, 8, 216)])
@@ -306,7 +306,7 @@ def test_what_stays_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert storage_for(fp8, "auto", True).kinds == reads
     for quantization in ("auto", "none", "int8"):
         assert not storage_for(int4, quantization, False).kinds and not storage_for(fp8, quantization, False).kinds
-    with pytest.raises(ConfigError, match=r"--quantization int4: .* has no matrix with numbers of four bits; known: AWQ, GPTQ, compr"):
+    with pytest.raises(ConfigError, match=r"--quantization int4: .* has no 4-bit matrix; known formats: AWQ, GPTQ, compr"):
         storage_for(fp8, "int4", False)
 
 

@@ -133,7 +133,7 @@ def test_ends_of_text_that_no_model_writes_are_left_out(tmp_path: Path, wrong: l
     for _ in range(2):
         assert eos_ids(config(tmp_path, {"eos_token_id": wrong}), 6) == (1,)
     [line] = [record.getMessage() for record in caplog.records]
-    assert line == f"{tmp_path / 'config.json'}: eos_token_id {sum(wrong) - 1} is left out: the model writes ids in [0, 5]"
+    assert line == f"{tmp_path / 'config.json'}: eos_token_id {sum(wrong) - 1} is ignored: the model's token ids are in [0, 5]"
 
 
 ADDED = {"id": 4, "content": "<end>", "special": True}

@@ -141,9 +141,9 @@ def test_a_draft_model_with_the_models_own_name_is_its_mtp_layer(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("launch", "some-org/none"), "no such model on the hub; a private one needs HF_TOKEN"),
-        (("serve", ID, "--revision", "v9"), f"{ID}: the hub has no revision 'v9' of it"),
-        (("inspect", "some-org/none"), "no such model on the hub; a private one needs HF_TOKEN"),
+        (("launch", "some-org/none"), "no such model on Hugging Face; a private model needs HF_TOKEN"),
+        (("serve", ID, "--revision", "v9"), f"{ID}: no revision 'v9' on Hugging Face"),
+        (("inspect", "some-org/none"), "no such model on Hugging Face; a private model needs HF_TOKEN"),
     ],
 )
 def test_what_the_hub_has_not_is_one_line(hub: Hub, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -154,7 +154,7 @@ def test_what_the_hub_has_not_is_one_line(hub: Hub, tmp_path: Path, arguments: t
 
 def test_no_hub_is_one_line(tmp_path: Path) -> None:
     done = run(tmp_path, "http://127.0.0.1:9", "-m", "mtpserve", "launch", "--model", ID, "--port", "0")
-    assert done.returncode == 1 and "no such directory, and the hub cannot be reached" in done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "no such directory, and Hugging Face cannot be reached" in done.stderr.splitlines()[-1]
 
 
 def test_inspecting_an_id_reads_headers_alone(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,13 +179,13 @@ def test_a_path_that_is_not_there_is_refused_before_torch_is_imported(tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("launch", "dmo"), "dmo: no such directory or GGUF file, no bundled model (demo, smollm2), and no id on the hub (org/name); did "
-         "you mean demo?"),
-        (("generate", "--model", "unheard", "hi"), "unheard: no such directory or GGUF file, no bundled model (demo, smollm2)"),
+        (("launch", "dmo"), "dmo: no such directory or GGUF file, not a bundled model (demo, smollm2), "
+         "and not a Hugging Face id (org/name); did you mean demo?"),
+        (("generate", "--model", "unheard", "hi"), "unheard: no such directory or GGUF file, not a bundled model (demo, smollm2)"),
         (("launch", "demo", "--tokenizer", "./nowhere"), "./nowhere: no such directory or GGUF file"),
         (("launch", "demo", "--speculative-draft-model-path", "a/b/c"), "a/b/c: no such directory or GGUF file"),
-        (("launch", "-hf", "org/name:Q4_K_M"), "use `hf download org/name FILE.gguf`, and --model with the path"),
-        (("launch", "org/name-GGUF"), "use `hf download org/name-GGUF FILE.gguf`, and --model with the path"),
+        (("launch", "-hf", "org/name:Q4_K_M"), "run `hf download org/name FILE.gguf`, and give --model the path"),
+        (("launch", "org/name-GGUF"), "run `hf download org/name-GGUF FILE.gguf`, and give --model the path"),
     ],
 )  # fmt: skip
 def test_a_name_that_means_nothing_is_refused_before_torch_is_imported(

@@ -118,5 +118,5 @@ def test_separately_published_layers(published: list[str], prefix: str) -> None:
 
 @pytest.mark.parametrize(("published", "more"), [(TRUNK, ""), (names("model.layers.46.", FUSING), r"; it has one at model\.layers\.46\.")])
 def test_a_layer_for_another_trunk(published: list[str], more: str) -> None:
-    with pytest.raises(LoadError, match=rf"trunk of 61 layers: neither model\.layers\.61\.eh_proj\.weight nor .* is there{more}$"):
+    with pytest.raises(LoadError, match=rf"model of 61 layers: neither model\.layers\.61\.eh_proj\.weight nor .* is there{more}$"):
         nextn_prefix(published, 61)

@@ -71,7 +71,7 @@ def test_modelopts_own_file(tmp_path: Path) -> None:
 def test_scales_of_a_cache_are_left_out_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "mtpserve.weights.checkpoint.schemes"):
         quantization(config(tmp_path, COMPRESSED | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}))
-    assert "its scales of keys and values are not used: --kv-cache-dtype says how those are stored" in caplog.text
+    assert "the checkpoint's KV cache scales are not used: --kv-cache-dtype sets the number format" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ class DepthPolicy:
             "drafts are %s %d deep%s",
             "at most" if self.adaptive else "always",
             self.max_depth,
-            ", and are learned anew" * change.reset,
+            ", and acceptance is measured anew" * change.reset,
         )
 
     @property

@@ -153,7 +153,7 @@ class Watchdog:
         self._armed, self._window, self._since_good = True, FirstDrafts(self.config), FirstDrafts(self.config)
         if not tally.is_enough:
             log.info(
-                "%s self-test: undecided after %d verifications; %d are needed, and there was no more time",
+                "%s self-test: no result after %d verifications, %d are needed; the time limit was reached",
                 self.drafter,
                 tally.verified,
                 self.config.min_verifications,
@@ -288,8 +288,7 @@ class Watchdog:
                 self._retry_interval_s = min(2 * self._retry_interval_s, self.config.max_retry_interval_s)
                 self._next_s = self.clock() + self._retry_interval_s
                 log.info(
-                    "drafting stays off: the first draft is accepted in %s verifications; next "
-                    "probe in %.0f s",
+                    "drafting stays off: %s first drafts accepted; next self-test in %.0f s",
                     tally,
                     self._retry_interval_s,
                 )
@@ -305,13 +304,13 @@ class Watchdog:
         self._doubt = tally.rate < self.config.weak_rate_fraction * expected
         if not self._doubt:
             log.debug(
-                "clients' texts are hard to draft, the draft model works: its first draft is "
-                "accepted in %s verifications",
+                "the draft model works, but the requests' texts are hard to draft: %s first drafts "
+                "accepted in the self-test",
                 tally,
             )
             if self._is_worse:
                 log.warning(
-                    "the draft model (%s) has recovered: its first draft is accepted in %s verifications",
+                    "the draft model (%s) works again: %s first drafts accepted",
                     self.drafter,
                     tally,
                 )
@@ -336,12 +335,11 @@ class Watchdog:
     def _report(self, state: DraftState, reason: str) -> None:
         self.health.state, self.health.reason = state, reason
         self.health.faults_total += 1
-        log.warning("DRAFT MODEL AT FAULT (%s): %s", self.drafter, reason)
+        log.warning("DRAFT MODEL DOES NOT WORK (%s): %s", self.drafter, reason)
 
     def _recover(self, engine: EngineControl, tally: FirstDrafts) -> None:
         log.warning(
-            "the draft model (%s) has recovered: its first draft is accepted in %s verifications; "
-            "drafting is on",
+            "the draft model (%s) works again: %s first drafts accepted; drafting is on",
             self.drafter,
             tally,
         )

@@ -110,7 +110,7 @@ class KVEvents:
         except zmq.Again:
             self._dropped += 1
             if self._dropped == 1:
-                log.warning("KV events are dropped: more than max_queue_size steps wait to be published")
+                log.warning("KV events are dropped: the queue of max_queue_size steps is full")
 
 
 class Publisher:
@@ -160,7 +160,7 @@ class Publisher:
         """The batches from a number on, as far as they are still there."""
         request = replay.recv_multipart()
         if len(request) != 3 or len(request[2]) != 8:
-            log.debug("a request for KV events is not (client, '', 8 bytes)")
+            log.debug("ignored a malformed request for KV events: it is not (client, '', 8 bytes)")
             return
         client, _, first = request
         for number, batch in list(self._batches):
@@ -189,7 +189,7 @@ def _open(socket: zmq.Socket[bytes], endpoint: str, queued: int, listen: bool = 
         ) from error
     if listen and not is_local(endpoint):
         log.warning(
-            "KV events: everybody who reaches %s reads the tokens of all prompts and outputs", endpoint
+            "KV events: everyone who can reach %s can read the tokens of all prompts and outputs", endpoint
         )
     address: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     log.info("KV events: %s %s", "listening on" if listen else "sent to", address)

@@ -74,7 +74,7 @@ def make_tiers(
     if recorder is not None:
         raise ConfigError(
             "--record-steps must be left out with --kv-offload-gib, --kv-offload-dir and "
-            "--disaggregation-mode: pages are not recorded"
+            "--disaggregation-mode: transfers of KV pages are not recorded"
         )
     block_sizes = [block_bytes(group_tensors) for group_tensors in parts]
     counts = host_counts(options, block_sizes, groups)
@@ -97,7 +97,7 @@ def make_tiers(
         else DiskPages(cache.kv_offload_dir, cache.disk_bytes, fingerprint)
     )
     log.info(
-        "pages below the device: %d in host memory (%.1f GiB), %s",
+        "KV offload: room for %d pages in host memory (%.1f GiB), %s",
         sum(counts),
         size / 2**30,
         cache.kv_offload_dir or "none on disk",
@@ -120,7 +120,7 @@ def host_counts(options: TierOptions, block_sizes: Seq[int], groups: PageGroups)
     counts = [options.host * group.allocator.num_pages // total_bytes for group in groups.groups]
     if min(counts) < 1:
         raise ConfigError(
-            f"--kv-offload-gib {options.host / 2**30:g} holds no page of "
+            f"--kv-offload-gib {options.host / 2**30:g} is less than one KV page of "
             f"{options.ranks * sum(block_sizes)} bytes"
         )
     return counts

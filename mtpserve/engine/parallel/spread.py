@@ -36,7 +36,8 @@ def with_ranks(config: EngineConfig, arch: ModelArch) -> ModelArch:
 def experts_of(config: EngineConfig, arch: ModelArch) -> MoEArch:
     if arch.moe is None:
         raise ConfigError(
-            f"{config.parallel.spreading} spreads the experts of a model, and this one has none: leave it out"
+            f"{config.parallel.spreading} spreads a model's experts, and this model has none: leave "
+            "the option out"
         )
     return arch.moe
 
@@ -53,13 +54,13 @@ def spread_of(config: EngineConfig, arch: ModelArch) -> Rounds | None:
     moe = experts_of(config, arch)
     if moe.experts < size:
         raise ConfigError(
-            f"with {parallel.spreading} engines must have at most {moe.experts} processes, the "
-            f"model's experts, got {size}"
+            f"{parallel.spreading} needs an expert of each layer for each process: at most "
+            f"{moe.experts} processes, got {size}"
         )
     if config.scheduler.record_steps is not None:
         raise ConfigError(
-            f"--record-steps must be left out with {parallel.spreading}: a step cannot be run again "
-            f"by one engine alone"
+            f"--record-steps must be left out with {parallel.spreading}: one engine alone cannot run "
+            "a step again"
         )
     layers = {layer: moe.experts for layer in range(len(arch.layers)) if layer not in moe.dense}
     owners = {} if parallel.expert_map is None else read_owners(parallel.expert_map, size, layers)
@@ -78,7 +79,7 @@ def meet(
     owners = f"{placement.engines} engines" + (
         f" of {placement.ranks} processes" if placement.ranks > 1 else ""
     )
-    log.info("%d experts in each layer, spread over %s: waiting for the others", arch.moe.experts, owners)
+    log.info("%d experts per layer, spread over %s: waiting for the other engines", arch.moe.experts, owners)
     peers = TorchPeers(placement.engine, placement.engines, device, f"{config.meeting}.{config.rank}")
     spread.join(peers, arch.moe.latent or arch.hidden, arch.moe.top_k, dtype, device)
     return peers

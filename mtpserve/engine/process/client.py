@@ -75,12 +75,12 @@ def private_directory() -> str:
         directory = tempfile.mkdtemp(prefix="mtpserve-")
     except OSError as error:
         raise MTPServeError(
-            f"no directory can be made for the engine's sockets; TMPDIR may name another place: {error}"
+            f"cannot create a directory for the engine's sockets: {error}; set TMPDIR to another directory"
         ) from error
     longest = max(len(os.fsencode(f"{directory}/{name}")) for name in (INBOX, OUTBOX))
     if longest > zmq.IPC_PATH_MAX_LEN:
         os.rmdir(directory)
-        raise MTPServeError(f"TMPDIR is too long for sockets: {directory}")
+        raise MTPServeError(f"TMPDIR is too long for the path of a socket: {directory}")
     return directory
 
 
@@ -226,7 +226,7 @@ class ProcessClient:
         try:
             await asyncio.wait_for(process.wait(), KILLED_S)
         except TimeoutError:
-            log.error("the engine process %d cannot be ended: the system or a driver holds it", process.pid)
+            log.error("cannot kill the engine process %d: the system or a driver blocks it", process.pid)
 
     async def wait_dead(self) -> str:
         return await asyncio.shield(self._death)
@@ -377,7 +377,7 @@ class ProcessClient:
         Whoever owns this client ends it."""
         await silence(self._signs, process.pid, self._timeout)
         reason = f"the engine process gave no sign of life for {self._timeout:g} s (--engine-timeout)"
-        log.error("%s, and is ended", reason)
+        log.error("%s: the process is killed", reason)
         await dump_stacks(process.pid)
         self.hung = not self._death.done()
         self._die(reason)

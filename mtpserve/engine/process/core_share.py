@@ -70,10 +70,10 @@ class CoreShare:
         target = max(1, min(self.max_threads, round(times.available(before))))
         if target == self._target != self.num_threads:
             log.info(
-                "%d of %d threads compute: %s",
+                "using %d of %d CPU threads: %s",
                 target,
                 self.max_threads,
-                "other processes use the cores" if target < self.num_threads else "cores are free again",
+                "other processes use the cores" if target < self.num_threads else "the cores are free again",
             )
             self.num_threads = target
             self._set_threads(target)

@@ -40,7 +40,7 @@ async def dump_stacks(process: int) -> None:
     continued, so that it can."""
     family = [process, *children(process)]
     for pid in family:
-        log.error("the stacks of process %d, which is %s:", pid, status(pid, "State") or "there")
+        log.error("stack traces of process %d (state: %s):", pid, status(pid, "State") or "there")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)  # see engine/process/process.begin
             os.kill(pid, signal.SIGCONT)

@@ -277,7 +277,7 @@ def run(pipe: Pipe, factory: str) -> int:
         pipe.send(Fatal(kind_of(error), one_line(error)))
         return 1
     except Exception as error:
-        log.exception("the engine process ends")
+        log.exception("the engine process stops because of an error")
         pipe.send(Fatal("engine", f"the engine failed: {type(error).__name__}: {one_line(error)}"))
         return 1
     return 0

@@ -50,7 +50,7 @@ class Profiling:
             return self._begin(change) if change.folder else self._end()
         except Exception as error:
             self._running = None
-            log.warning("the profile failed: %s", error)
+            log.warning("profiling failed: %s", error)
             return ProfileReport(failed=f"{type(error).__name__}: {error}")
 
     def step(self) -> AbstractContextManager[None]:
@@ -88,7 +88,7 @@ class Profiling:
             self._others.tell(ProfileRank(replace(change, steps=0)))  # they end when this one does
         profile.start()
         self._running, self._steps_left, self._ended = (profile, change), change.steps, ProfileReport()
-        log.info("a profile of %d steps is being taken", change.steps)
+        log.info("profiling the next %d steps", change.steps)
         return ProfileReport()
 
     def _end(self) -> ProfileReport:
@@ -102,7 +102,7 @@ class Profiling:
         self._announce()
         profile.stop()
         profile.export_chrome_trace(str(file))
-        log.info("a profile is in %s", file)
+        log.info("the profile was written to %s", file)
         return ProfileReport(files=[str(file), *(str(file_of(change, which)) for which in self._theirs)])
 
 

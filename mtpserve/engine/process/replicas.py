@@ -227,7 +227,7 @@ class Replicas:
                 return
             for replica in group:
                 replica.state, replica.since = "up", monotonic()
-                log.info("engine %d is up again", replica.number)
+                log.info("engine %d is running again", replica.number)
             self._wake()
 
     async def _stop_group(self, group: Seq[Replica]) -> None:
@@ -237,7 +237,9 @@ class Replicas:
         for replica in group:
             replica.state = "dead"
             if self._restarts:
-                log.error("engine %d is not started again: %s", replica.number, replica.reason)
+                log.error(
+                    "engine %d is not restarted (see --engine-restarts): %s", replica.number, replica.reason
+                )
         if all(other.state == "dead" for other in self._replicas):
             self._die(reason)
 
@@ -247,7 +249,7 @@ class Replicas:
             pause = RESTART_PAUSES_S[min(group[0].deaths, len(RESTART_PAUSES_S) - 1)]
             for replica in group:
                 replica.restarts, replica.deaths = replica.restarts + 1, replica.deaths + 1
-                log.warning("engine %d is started again in %g s: %s", replica.number, pause, replica.reason)
+                log.warning("engine %d is restarted in %g s: %s", replica.number, pause, replica.reason)
             await asyncio.sleep(pause)
             for replica in group:
                 replica.client = self._create(replica.number, replica.restarts)

@@ -59,8 +59,8 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SamplingState, runni
         return None
     if config.parallel.spreads:
         log.info(
-            "steps are not captured: what engines that share experts send each other is known only "
-            "in the step"
+            "CUDA graphs are off: with expert parallelism the sizes of messages between engines are "
+            "known only during a step"
         )
         return None
     max_batch_size = min(config.scheduler.cuda_graph_max_bs or running, running, ROWS[-1])
@@ -146,15 +146,15 @@ def below_of(config: EngineConfig, engine_plan: Plan, file: int | None) -> TierO
 def warn(spec: SpecConfig, curve: Curve | None) -> None:
     """Warns of output that is not the model's."""
     if spec.lossy:
-        log.warning("LOSSY: acceptance thresholds below 1; the output is not what the model alone would give")
+        log.warning("LOSSY: an acceptance threshold is below 1; the output distribution is not the model's")
     if curve is not None:
         log.warning(
-            "SYNTHETIC ACCEPTANCE: drafts are accepted by lot, to the curve %s; the output means nothing",
+            "SYNTHETIC ACCEPTANCE: drafts are accepted at random by the curve %s; the output is meaningless",
             curve.name,
         )
         if len(curve.lengths) < spec.steps:
             log.warning(
-                "the curve %s ends at %d drafts: its last rate is taken for all later ones",
+                "the curve %s ends at %d drafts: its last rate is used for later drafts",
                 curve.name,
                 len(curve.lengths),
             )
@@ -166,7 +166,7 @@ def log_plan(engine_plan: Plan, computed: str) -> None:
     config, memory = engine_plan.config, engine_plan.memory
     for what, size in [*memory.rows, ("all", memory.total)]:
         log.debug("memory: %-52s %10.1f MiB", what, size / 2**20)
-    log.debug("%s pages of %d tokens", memory.counted, config.cache.page_size)
+    log.debug("KV cache: %s pages of %d tokens", memory.counted, config.cache.page_size)
     level = logging.INFO if config.replica == 0 else logging.DEBUG
     log.log(
         level,
@@ -178,7 +178,7 @@ def log_plan(engine_plan: Plan, computed: str) -> None:
     )
     log.log(
         level,
-        "KV cache: %.2f GiB for %s tokens; at most %d requests at once, %s tokens each",
+        "KV cache: %.2f GiB for %s tokens; maximum %d requests at once, with %s tokens each",
         size_of(memory, "KV") / 2**30,
         f"{max(memory.pages) * config.cache.page_size:,}",
         memory.max_running,
@@ -200,11 +200,11 @@ def size_of(memory: MemoryPlan, what: str) -> int:
 
 def log_rounding(methods: Methods) -> None:
     """What int8 costs, as far as the weights tell: drafts stay lossless, the trunk's own text changes."""
-    for what, method in (("the trunk's layers", methods.layers), ("the draft model", methods.draft)):
+    for what, method in (("the target model's layers", methods.layers), ("the draft model", methods.draft)):
         if isinstance(method, Int8) and method.errors:
             median_error, largest = 100 * median(method.errors), 100 * max(method.errors)
             log.info(
-                "int8, %s: rounding changes the matrices by %.2f %%, at most %.2f %%",
+                "int8, %s: rounding error of the matrices: %.2f %% (median), %.2f %% (maximum)",
                 what,
                 median_error,
                 largest,
@@ -368,8 +368,9 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
     )
     if engine.context_length < memory.context_length and config.replica == 0:
         log.warning(
-            "a request may have %d tokens of the context of %d: the KV pool holds no more, see "
-            "--max-total-tokens and --mem-fraction-static", engine.context_length, memory.context_length,
+            "a request may have only %d tokens, not the model's context of %d: the KV cache is too "
+            "small; raise --max-total-tokens or --mem-fraction-static",
+            engine.context_length, memory.context_length,
         )  # fmt: skip
-    log.debug("%s: drafts %d deep, %d per step", arch.family, spec.steps, spec.nodes)
+    log.debug("%s: %d drafts in a row, %d per step", arch.family, spec.steps, spec.nodes)
     return engine

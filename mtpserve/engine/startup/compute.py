@@ -18,7 +18,7 @@ def device_of(config: EngineConfig) -> torch.device:
     """The process's own: engine/startup/threads has chosen it among several. Raises ConfigError."""
     name, there = config.model.device, torch.cuda.device_count()
     if name == "cuda" and not there:
-        raise ConfigError("--device cuda: torch finds no GPU")
+        raise ConfigError("--device cuda: PyTorch finds no GPU")
     if name == "cpu" or not there:
         return torch.device("cpu")
     ranks = config.parallel.ranks

@@ -75,13 +75,11 @@ def require_same_tokens(model: ModelConfig, draft: Path, vocab: int, drafted: in
             why = "no text is read" if model.numbers_for_text else f"{draft} has no tokenizer.json"
             sizes = f"vocab_size is {drafted}, and the model's is {vocab}"
             raise ConfigError(
-                f"--speculative-draft-model-path: {draft}: {sizes}; whether that is padding cannot "
-                f"be seen, since {why}"
+                f"--speculative-draft-model-path: {draft}: {sizes}; this may be padding, but it "
+                f"cannot be checked: {why}"
             )
         if not readable:
-            log.warning(
-                "%s has no tokenizer.json: that its tokens are the model's is taken for granted", draft
-            )
+            log.warning("%s has no tokenizer.json: its tokens are assumed to be the model's", draft)
         return
     # Not at the top: it takes a second to import.
     from mtpserve.text.tokenizer import Tokenizer, tokenizer_of
@@ -103,5 +101,6 @@ def require_same_tokens(model: ModelConfig, draft: Path, vocab: int, drafted: in
         f"{draft}"
     )
     raise ConfigError(
-        f"--speculative-draft-model-path: the draft model needs the model's tokenizer: {differs}"
+        "--speculative-draft-model-path: the draft model must have the same tokenizer as the model: "
+        f"{differs}"
     )

@@ -49,7 +49,7 @@ def plan_engine(config: EngineConfig, must_fit: bool = True) -> Plan:
     layer either. Raises LoadError and ConfigError."""
     spec = config.spec
     if spec.named:
-        return with_reason(plan(config), "as --speculative-algorithm says")
+        return with_reason(plan(config), "set by --speculative-algorithm")
     if spec.checkpoint is not None:
         return with_draft_model(config, spec.checkpoint)
     try:
@@ -60,22 +60,23 @@ def plan_engine(config: EngineConfig, must_fit: bool = True) -> Plan:
         if spec.drafter_options:
             name = spec.drafter_options[0]
             raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(spec, name)} needs something that drafts, and "
-                f"{error.reason}; "
-                "--speculative-algorithm NGRAM needs no model"
+                f"--{name.replace('_', '-')} {getattr(spec, name)} needs a source of drafts, and "
+                f"{error.reason}; --speculative-algorithm NGRAM needs no model"
             ) from error
         return with_reason(plan(drafting_with(config, NONE)), error.reason)
     except (LoadError, ConfigError) as error:
         if spec.drafter_options:
             raise
         if isinstance(error, PoolTooSmall) and config.cache.max_total_tokens is not None:
-            raise PoolTooSmall(f"{error}; --speculative-algorithm none keeps none for drafts") from error
+            raise PoolTooSmall(
+                f"{error}; with --speculative-algorithm none no tokens are reserved for drafts"
+            ) from error
         if isinstance(error, NoRoom) and together(config):
-            raise NoRoom(f"{error}; --speculative-algorithm none leaves the MTP layer out") from error
+            raise NoRoom(f"{error}; --speculative-algorithm none does not load the MTP layer") from error
         return without(config, error, must_fit)
     return with_reason(
         engine_plan,
-        "the checkpoint's own MTP layer, with which it drafts unless --speculative-algorithm says otherwise",
+        "the checkpoint's MTP layer (default; see --speculative-algorithm)",
     )
 
 
@@ -83,9 +84,8 @@ def with_draft_model(config: EngineConfig, directory: str) -> Plan:
     algorithm = algorithm_of(Path(directory))
     if algorithm is None:
         raise ConfigError(
-            f"--speculative-draft-model-path {directory}: neither config nor tensors tell what kind "
-            f"of draft model this is: "
-            "name it with --speculative-algorithm"
+            f"--speculative-draft-model-path {directory}: the kind of draft model cannot be "
+            "recognized from its config and tensors: name it with --speculative-algorithm"
         )
     return with_reason(
         plan(drafting_with(config, algorithm)), f"{directory} is {HEADS.get(algorithm, WHOLE)}"
@@ -98,17 +98,21 @@ def without(config: EngineConfig, error: LoadError | ConfigError, must_fit: bool
     if must_fit:
         require_memory(engine_plan.memory, engine_plan.config, engine_plan.device)
     return replace(
-        with_reason(engine_plan, f"there is an MTP layer, but it cannot be used: {error}"), left_out=True
+        with_reason(engine_plan, f"the checkpoint's MTP layer cannot be used: {error}"), left_out=True
     )
 
 
 def with_reason(engine_plan: Plan, why: str) -> Plan:
     """The plan with a line that names the drafter and the reason for it."""
     spec = engine_plan.config.spec
-    what = f"{'+'.join(spec.parts)}, {spec.steps} deep" if spec.parts else "none, plain decoding"
+    what = (
+        f"{'+'.join(spec.parts)}, up to {spec.steps} drafts in a row"
+        if spec.parts
+        else "none, plain decoding"
+    )
     mtp, layout = engine_plan.described.arch.mtp, engine_plan.described.layout
     if mtp is not None and layout is not None and layout.count > 1 and not mtp.each_depth:
-        why += f"; of its {layout.count} MTP layers the first one drafts at every depth"
+        why += f"; the first of its {layout.count} MTP layers drafts at every depth"
     return replace(engine_plan, drafting=f"{what}: {why}")
 
 

@@ -115,11 +115,13 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     )
     apart = config.spec.speculative_draft_model_path is not None
     if want_mtp and (family.mtp_rules is None or (family.mtp_apart and layout is None and not apart)):
-        raise NoMTPLayer(f"{directory}: a {hf_config.raw('architectures')[0]} has no MTP layer")
+        name = hf_config.raw("architectures")[0]
+        raise NoMTPLayer(f"{directory}: the architecture {name} has no MTP layer")
     nextn, prefix = None, None
     if dummy and want_mtp and apart:
         raise ConfigError(
-            "--speculative-draft-model-path has no use with --load-format dummy: the layer is random too"
+            "--speculative-draft-model-path must be left out with --load-format dummy: the draft "
+            "layer is random, too"
         )
     if want_mtp and config.spec.speculative_draft_model_path is not None:
         nextn = Checkpoint.open(config.spec.speculative_draft_model_path)
@@ -134,8 +136,8 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
         arch = replace(arch, layers=arch.layers + head.arch.layers, draft=head.arch)
     if hot is not None and arch.own_draft_head:
         raise ConfigError(
-            "--speculative-token-map needs a draft model that shares the model's head, and this one "
-            "has its own"
+            "--speculative-token-map needs a draft model that shares the target model's head, and "
+            "this draft model has its own head"
         )
     token_map = (
         read_token_map(hot, arch.vocab) if arch.drafts and config.spec.steps and hot is not None else None
@@ -175,10 +177,10 @@ def paged(config: EngineConfig, arch: ModelArch) -> EngineConfig:
         return config
     if size != USUAL_PAGE:
         raise ConfigError(
-            f"--page-size must be a multiple of {every} for a model whose layers keep entries of as "
-            f"many tokens, got {size}"
+            f"--page-size must be a multiple of {every} for this model, whose layers store one entry "
+            f"per {every} tokens, got {size}"
         )
-    log.debug("pages of %d tokens: the model's layers keep entries of as many", lcm(size, every))
+    log.debug("pages of %d tokens: the model's layers store one entry per so many tokens", lcm(size, every))
     return replace(config, cache=replace(config.cache, page_size=lcm(size, every)))
 
 
@@ -206,7 +208,8 @@ def plan(config: EngineConfig) -> Plan:
     length = config.model.context_length
     if length is not None and length > described.arch.max_positions:
         raise ConfigError(
-            f"--context-length must be at most {described.arch.max_positions}, the model's own, got {length}"
+            f"--context-length must be at most {described.arch.max_positions}, the model's maximum, "
+            f"got {length}"
         )
     kernels = kernels_of(config, device)
     storage = storage_of(config, described.checkpoints, dtype, device, kernels == "triton")
@@ -387,9 +390,7 @@ def load_model(
         else empty_model(described, dtype, positions, plain)
     )
     if described.dummy:
-        log.warning(
-            "DUMMY WEIGHTS: --load-format dummy fills the model with random numbers; its output means nothing"
-        )
+        log.warning("DUMMY WEIGHTS: --load-format dummy uses random weights; the output is meaningless")
         fill(model, device, full_model, kernels.ranks)
     else:
         source, *also = sources(described)

@@ -103,7 +103,7 @@ class StepRecorder:
 
     def reshape(self, shape: object) -> None:
         raise ConfigError(
-            "--record-steps must be left out where the shape of steps changes: that is not recorded"
+            "--record-steps must be left out where the shape of steps changes: such changes are not recorded"
         )
 
     def check(self) -> None:

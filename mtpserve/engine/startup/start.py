@@ -58,7 +58,7 @@ def try_out(engine: Engine, compiles: bool = False) -> None:
             run_prompts(engine, [1] * requests, launched=True)
         seconds = perf_counter() - began
         log.debug(
-            "warmed up in %.1f s: prompts of up to %d tokens, %d requests",
+            "warm-up took %.1f s: prompts of up to %d tokens, batches of up to %d requests",
             seconds,
             longest,
             engine.max_running,
@@ -85,5 +85,5 @@ def run_prompts(engine: Engine, lengths: Seq[int], launched: bool = False) -> No
         for event in engine.step():
             if event.error is not None:
                 raise LoadError(
-                    f"the model fails to produce a token, its weights may be damaged: {event.error}"
+                    f"the model cannot compute a token, its weights may be damaged: {event.error}"
                 )

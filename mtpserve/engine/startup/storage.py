@@ -88,7 +88,7 @@ def storage_of(
     """`kernels`: the layers compute with Triton's. Without, what is kept is widened by torch for each use:
     less memory, more time."""
     unreadable = kernels and not reads_float8(device)
-    why = "the kernels read float8 (e4m3) from compute capability 8.9 on, and this GPU is older"
+    why = "float8 (e4m3) kernels need compute capability 8.9, and this GPU is older"
     weights, cache = config.model.quantization, config.cache.kv_cache_dtype
     tensor_kinds = {kind for checkpoint in checkpoints for kind in kinds_of(checkpoint.tensors)}
     if weights == "fp8" and "fp8" not in tensor_kinds:
@@ -100,11 +100,10 @@ def storage_of(
     if weights == "int4" and "int4" not in tensor_kinds:
         formats = "AWQ, GPTQ, compressed-tensors' packed integers, MXFP4"
         raise ConfigError(
-            f"--quantization int4: {config.model.directory} has no matrix with numbers of four "
-            f"bits; known: {formats}"
+            f"--quantization int4: {config.model.directory} has no 4-bit matrix; known formats: {formats}"
         )
     if weights == "fp8" and unreadable:
-        raise ConfigError(f"--quantization fp8: {why}; with none the weights are expanded")
+        raise ConfigError(f"--quantization fp8: {why}; --quantization none expands the weights")
     if cache in ("fp8", "fp8_e4m3") and unreadable:
         raise ConfigError(f"--kv-cache-dtype {cache}: {why}")
     either = weights in ("auto", "fp8", "int4") and kernels
@@ -125,8 +124,7 @@ def int8_of(config: EngineConfig, arch: ModelArch, dtype: torch.dtype, kernels: 
     ):
         if is_int8 and kernels != "cpu":
             raise ConfigError(
-                f"--{option} int8: only the kernels of a CPU multiply int8, and what computes here "
-                f"is {kernels}"
+                f"--{option} int8 needs the CPU kernels, and this engine uses the kernels {kernels}"
             )
     if kernels != "cpu" or draft == "none" or not arch.drafts:
         return trunk, False

@@ -22,10 +22,11 @@ def bind(config: EngineConfig) -> None:
     cpu, here = config.cpu, allowed()
     if cpu.cores is not None:
         if here is None:
-            raise ConfigError("--cpu-affinity: this system does not bind processes to cores")
+            raise ConfigError("--cpu-affinity: this system cannot bind processes to cores")
         if missing := cpu.cores - here:
             raise ConfigError(
-                f"--cpu-affinity {cpu.cpu_affinity}: this process may not run on core {min(missing)}"
+                f"--cpu-affinity {cpu.cpu_affinity}: this process is not allowed to run on core "
+                f"{min(missing)}"
             )
     on_gpu = device_of(config).type == "cuda"
     if on_gpu:
@@ -43,8 +44,8 @@ def bind(config: EngineConfig) -> None:
     wanted, cores_here = (threads or 1) * processes_of(config), len(cpu.cores or here or ())
     if not on_gpu and 0 < cores_here < wanted and config.replica == config.rank == 0:
         log.warning(
-            "%d threads for %d cores: %d engine processes with %d each, which wait for each other; see "
-            "--cpu-threads",
+            "%d threads on %d cores (%d engine processes with %d threads each) slow each other down; "
+            "see --cpu-threads",
             wanted, cores_here, processes_of(config), threads or 1,
         )  # fmt: skip
     if threads is not None:

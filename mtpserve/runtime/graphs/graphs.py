@@ -260,7 +260,7 @@ class StepGraphs:
             if monotonic() - said > LOG_S or number == len(keys):
                 said = monotonic()
                 log.info(
-                    "captured %d of %d steps, for up to %d requests", number, len(keys), self.max_batch_size
+                    "CUDA graphs: %d of %d, for up to %d requests", number, len(keys), self.max_batch_size
                 )
 
     @torch.inference_mode()
@@ -296,13 +296,13 @@ class StepGraphs:
                 key, request_numbers, prompt_numbers, layout, max_drafts, key.trees and max_drafts > 0,
                 output, replay,
             )  # fmt: skip
-            log.debug("captured a step: %s", key)
+            log.debug("captured: %s", key)
         except CaptureFailed as failure:
             self.captured[key] = None
             why = failure.__cause__ or failure
             first = str(why).partition("\n")[0]
             log.warning(
-                "a step cannot be captured and is launched each time: %s: %s: %s",
+                "a step has no CUDA graph: %s: %s: %s",
                 key,
                 type(why).__name__,
                 first,

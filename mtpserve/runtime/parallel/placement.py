@@ -64,7 +64,7 @@ def read_owners(file: str, size: int, layers: Mapping[int, int]) -> Owners:
         raise ConfigError(f"--expert-map {file}: {error}") from error
     if not isinstance(owners_by_layer, dict):
         raise ConfigError(
-            f"--expert-map {file} must hold an object: of each layer's number the EP ranks of its experts"
+            f"--expert-map {file} must be a JSON object: for each layer the EP ranks of its experts"
         )
     for name, owners in owners_by_layer.items():
         if not name.isdecimal() or int(name) not in layers:

@@ -73,7 +73,7 @@ class PageClient:
         bad = sorted({why for why in pull.missing if why})
         if bad:
             log.warning(
-                "%s: %d of %d are not there (%s)",
+                "%s: %d of %d KV pages are missing (%s)",
                 where,
                 sum(map(bool, pull.missing)),
                 len(targets),
@@ -90,7 +90,7 @@ class PageClient:
         hello = receive(connection, Hello)
         if (difference := differing(self._facts, hello.facts)) is not None:
             pull.all_are("differs")
-            raise ValueError(f"it computes them in another way: {difference}")
+            raise ValueError(f"its pages are not compatible: {difference}")
         take = self._taking(hello, pull)
         pages = [(page.group, page.key) for page in pull.targets]
         send(connection, WantPages(source.lease, source.waits, self._seconds, pages, copies=take is not None))
@@ -102,7 +102,7 @@ class PageClient:
         pull.all_are("absent" if give.has_lease else "timeout" if source.waits else "ended")
         while True:
             if any(not 0 <= page.index < len(pull.targets) for page in give.pages):
-                raise ValueError("it gives pages that were not asked for")
+                raise ValueError("it sent pages that were not requested")
             for page in give.pages:
                 pull.missing[page.index] = "broken"
             (take or partial(pull.receive, connection))(give.pages)
@@ -121,8 +121,8 @@ class PageClient:
         if memory is None and self._way == "shm":
             pull.all_are("unreachable")
             raise ValueError(
-                "--disaggregation-transfer-backend shm: its memory cannot be opened, since it is "
-                "not on this machine"
+                "--disaggregation-transfer-backend shm: the shared memory of the prefill node cannot "
+                "be opened: it is on another machine"
             )
         return None if memory is None else partial(pull.copy, memory)
 
@@ -153,7 +153,7 @@ class Pull:
         targets = [(page.start, self.targets[page.index].target) for page in pages]
         places = [(other.base + start, target.ctypes.data, len(target)) for start, target in targets]
         if not nixl.read(other.nixl, places, QUIET_S):
-            raise ValueError("NIXL could not read from its memory")
+            raise ValueError("NIXL could not read the node's memory")
         for page in pages:
             self._check(page)
 

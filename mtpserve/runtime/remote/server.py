@@ -45,7 +45,7 @@ class PageServer:
                 f"--disaggregation-bootstrap-port: cannot listen on {host} port {port}: {error.strerror}"
             ) from error
         self.host, self.port, self.engine = host, int(listener.getsockname()[1]), uuid.uuid4().hex
-        log.info("pages for decode nodes: listening on %s port %d", host, self.port)
+        log.info("serving KV pages for decode nodes on %s port %d", host, self.port)
         self._end = weakref.finalize(self, _close, listener)
         Thread(
             target=_listen,
@@ -102,14 +102,14 @@ class Readers:
             reader = receive(connection, Hello)
             send(connection, self._hello)
             if (difference := differing(self._hello.facts, reader.facts)) is not None:
-                log.warning("a decode node asks for pages that it cannot use: %s", difference)
+                log.warning("a decode node requests KV pages that it cannot use: %s", difference)
                 return
             want = receive(connection, WantPages)
             self._give(connection, want)
             done = receive(connection, Done)
             self._leases.release(want.lease, done.pages, done.bytes, done.seconds)
         except (OSError, ValueError) as error:
-            log.debug("a reader of pages is gone: %s", error)
+            log.debug("a decode node closed its connection: %s", error)
 
     def _give(self, connection: socket.socket, want: WantPages) -> None:
         pages = self._leases.find(want.lease, want.waits, min(max(want.seconds, 0), LONGEST_WAIT_S))

@@ -105,7 +105,7 @@ class BoundedHTTP(HttpToolsProtocol):
 
     def _give_up(self, what: str, seconds: float) -> None:
         log.info(
-            "%s: a connection is closed: its client did not %s within %g s",
+            "%s: connection closed: the client did not %s within %g s",
             (self.client or ("-",))[0],
             what,
             seconds,
@@ -157,9 +157,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
 
     def _give_up(self) -> None:
         who = (self.client or ("-",))[0]
-        log.info(
-            "%s: a WebSocket is closed: its client did not %s within %g s", who, WRITING, self._write_timeout
-        )
+        log.info("%s: WebSocket closed: the client did not %s within %g s", who, WRITING, self._write_timeout)
         self.transport.abort()
 
     def _stop_waiting(self) -> None:

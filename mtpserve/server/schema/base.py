@@ -75,7 +75,7 @@ class Strict(BaseModel):
             body = refuse(body, cls.column)
         if log.isEnabledFor(logging.DEBUG) and (unknown := body.keys() - cls.model_fields.keys()):
             log.debug(
-                "%s: fields left out: %s",
+                "%s: ignored fields: %s",
                 cls.__name__,
                 ", ".join(ascii(name[:50]) for name in sorted(unknown)[:20]),
             )
@@ -105,4 +105,4 @@ def say_once(what: str) -> None:
     something: without it no answer is wrong."""
     if what not in SAID and len(SAID) < MAX_SAID:
         SAID.add(what)
-        log.info("left out of requests from now on: %s", ascii(what)[1:-1])
+        log.info("fields of requests that are ignored: %s", ascii(what)[1:-1])

@@ -64,7 +64,7 @@ def inspect_model(config: EngineConfig) -> InspectReport:
     machine. Raises LoadError and ConfigError."""
     if (kind := algorithm_of(config.model.directory)) in HEADS:
         drafts = "name the model that it drafts for with --model, and this directory before it"
-        raise ConfigError(f"{config.model.directory} is {HEADS[kind]}, no model: {drafts}")
+        raise ConfigError(f"{config.model.directory} is {HEADS[kind]}, not a model: {drafts}")
     notes = []
     try:
         engine_plan = plan_engine(config, must_fit=False)

@@ -202,7 +202,7 @@ def prove(
     """
     if options.get("speculative_synthetic_acceptance") is not None:
         raise ConfigError(
-            "--speculative-synthetic-acceptance accepts by lot: there is nothing to prove about it"
+            "--speculative-synthetic-acceptance accepts drafts at random: there is nothing to prove"
         )
     without = {
         name: value
@@ -217,7 +217,9 @@ def prove(
     # too.
     with LLM(**options | {"speculative_adaptive": False}) as drafting:
         if not drafting.config.spec.steps:
-            raise ConfigError(f"there is nothing to prove. What drafts: {drafting.engine.card.drafting}")
+            raise ConfigError(
+                f"there is nothing to prove without drafts. Drafter: {drafting.engine.card.drafting}"
+            )
         spec, exact, texts = (
             drafting.config.spec,
             is_exact(drafting.config),

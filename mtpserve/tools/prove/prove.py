@@ -73,7 +73,9 @@ def run(arguments: Sequence[str]) -> int:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}")
     values = parsed_values(options)
     if "record_steps" in values:
-        raise ConfigError("--record-steps is for launch and generate: a proof runs several engines")
+        raise ConfigError(
+            "--record-steps must be left out: prove runs several engines; use it with launch or generate"
+        )
     settings(values)  # what the options rule out is said before anything loads
     from mtpserve.tools.prove.proof import PROMPTS, prove
     from mtpserve.tools.prove.proof_progress import ProofProgress

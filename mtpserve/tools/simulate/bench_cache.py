@@ -248,7 +248,8 @@ def shape_of(config: EngineConfig) -> ModelShape:
     arch = family.arch(hf_config, int(passes(config.spec) > 0))
     if page_groups(arch.layers) != (None,):
         raise ConfigError(
-            f"--model {config.model.model}: some layers see a window, and simulations have none"
+            f"--model {config.model.model}: some layers have sliding windows, which simulations do "
+            "not support"
         )
     size = {"float32": 4}.get(arch.dtype if config.model.dtype == "auto" else config.model.dtype, 2)
     quantization = config.model.quantization

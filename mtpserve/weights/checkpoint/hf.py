@@ -110,7 +110,7 @@ def writable(ids: tuple[int, ...], vocab: int, path: Path) -> Sequence[int]:
     wrong = [i for i in ids if not 0 <= i < vocab]
     if wrong:
         log.warning(
-            "%s: eos_token_id %s is left out: the model writes ids in [0, %d]",
+            "%s: eos_token_id %s is ignored: the model's token ids are in [0, %d]",
             path,
             ", ".join(map(str, wrong)),
             vocab - 1,

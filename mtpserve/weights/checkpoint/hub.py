@@ -77,14 +77,14 @@ def require_names(config: EngineConfig, paths: bool = True) -> None:
             continue
         if (tagged := ID.match(name)) is not None and (":" in name or name.upper().endswith("-GGUF")):
             raise LoadError(
-                f"{name}: GGUF files of the hub are not downloaded from here; use "
-                f"`hf download {tagged[0]} FILE.gguf`, and --model with the path that it prints"
+                f"{name}: GGUF files are not downloaded from Hugging Face automatically: run `hf "
+                f"download {tagged[0]} FILE.gguf`, and give --model the path that it prints"
             )
         if not is_id(name):
             beside = [path.name for path in Path(name).parent.glob("*")]
             near = get_close_matches(Path(name).name, [*BUNDLED, *beside], n=2, cutoff=SIMILAR)
             advice = f"; did you mean {' or '.join(near)}?" if near else ""
-            others = f", no bundled model ({', '.join(BUNDLED)}), and no id on the hub (org/name)"
+            others = f", not a bundled model ({', '.join(BUNDLED)}), and not a Hugging Face id (org/name)"
             raise LoadError(
                 f"{name}: no such directory or GGUF file{'' if name[0] in PATH_BEGINS else others}{advice}"
             )
@@ -130,15 +130,15 @@ def directory_of(
             local_files_only=not download,
         )
     except RevisionNotFoundError as error:
-        raise LoadError(f"{name}: the hub has no revision {revision!r} of it") from error
+        raise LoadError(f"{name}: no revision {revision!r} on Hugging Face") from error
     except RepositoryNotFoundError as error:
         raise LoadError(
-            f"{name}: no such directory, and no such model on the hub; a private one needs HF_TOKEN"
+            f"{name}: no such directory, and no such model on Hugging Face; a private model needs HF_TOKEN"
         ) from error
     except LocalEntryNotFoundError as error:
-        why = "the hub cannot be reached" if download else f"it is not downloaded: `hf download {name}`"
+        why = "Hugging Face cannot be reached" if download else f"it is not downloaded: `hf download {name}`"
         if download and is_offline_mode():
-            why = "HF_HUB_OFFLINE is set: it is not downloaded, and is not looked for on the hub"
+            why = "HF_HUB_OFFLINE is set: it is not downloaded, and not searched on Hugging Face"
         raise LoadError(f"{name}: no such directory, and {why}") from error
     except Exception as error:  # the library's own errors, its HTTP client's, a full disk
         raise LoadError(f"{name}: could not be downloaded: {' '.join(str(error).split())[:300]}") from error

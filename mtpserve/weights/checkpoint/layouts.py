@@ -86,9 +86,7 @@ def with_mtp_layers(checkpoint: Checkpoint, num_layers: int) -> tuple[Checkpoint
         return checkpoint, None
     also = {name: entry for name, entry in unlisted.items() if name.startswith(layout.prefixes)}
     files = ", ".join(sorted({entry.file.name for entry in also.values()}))
-    log.info(
-        "%s: the MTP layer is read from %s, although no index names it there", checkpoint.directory, files
-    )
+    log.info("%s: the MTP layer is read from %s, which the index does not name", checkpoint.directory, files)
     return replace(checkpoint, tensors=checkpoint.tensors | also), layout
 
 
@@ -150,7 +148,6 @@ def nextn_prefix(names: Iterable[str], num_layers: int) -> str:
             return f"model.layers.{layer}."
     other = f"; it has one at model.layers.{min(layers)}." if layers else ""
     raise LoadError(
-        f"the NextN checkpoint has no MTP layer for a trunk of {num_layers} layers: neither "
-        f"model.layers.{num_layers}.eh_proj.weight "
-        f"nor model.layers.0.eh_proj.weight is there{other}"
+        f"the NextN checkpoint has no MTP layer for a model of {num_layers} layers: neither "
+        f"model.layers.{num_layers}.eh_proj.weight nor model.layers.0.eh_proj.weight is there{other}"
     )

@@ -55,7 +55,8 @@ def check(section: HFConfig) -> None:
     caches = section.raw("kv_cache_scheme") or section.raw("kv_cache_quant_algo")
     if caches:
         log.info(
-            "%s: its scales of keys and values are not used: --kv-cache-dtype says how those are stored",
+            "%s: the checkpoint's KV cache scales are not used: --kv-cache-dtype sets the number "
+            "format of the KV cache",
             section.path,
         )
 

@@ -39,7 +39,7 @@ class Patience:
     def error(self, started: bool) -> MTPServeError:
         if started or self.limit(started) == self.whole:
             return DeadlineExceeded(f"the request took more than {self.whole:g} s")
-        return EngineBusy(f"no token came within {self.first:g} s: too many requests wait")
+        return EngineBusy(f"no token within {self.first:g} s: too many requests are waiting")
 
 
 def shorter(one: float | None, other: float | None) -> float | None:

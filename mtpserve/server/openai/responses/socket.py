@@ -163,7 +163,7 @@ class Connection:
             status = 499
             raise
         except Exception as error:
-            log.exception("an answer over a WebSocket failed")
+            log.exception("a response over a WebSocket failed")
             status, body = describe(error)
             await self._send(error_event(status, body, stream_id))
         finally:
