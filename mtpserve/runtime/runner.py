@@ -163,7 +163,7 @@ class Runner:
         try:
             request.advance_grammar()
         except ValueError as error:
-            log.exception("a grammar excludes request %s", request.id, extra={"request_id": request.id})
+            log.exception("a grammar forbids the text of %s", request.id, extra={"request_id": request.id})
             request.refuse(error)
 
     def replayable(self, span: Span) -> bool:
