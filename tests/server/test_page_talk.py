@@ -309,6 +309,8 @@ def test_the_demo_opens_with_a_text_to_continue_and_says_what_it_is(toy: Running
 def test_it_can_be_read_and_reached(demo: Running, opened: Open, size: dict[str, int], scheme: str) -> None:
     page = opened(demo, size, scheme, view="talk")
     sound(page)
+    heights = [page.locator(part).bounding_box()["height"] for part in ("header", ".tabs")]
+    assert heights[0] < heights[1] + (60 if size["width"] <= NARROW_SCREEN else 30), "the head is one row, and on narrow screens the tabs"
     settings(page, temperature=0)
     instead(page, MARKDOWN, reasoning="Lines are read one by one.")
     say(page, "How do I read the lines of a file in Python?")

@@ -38,6 +38,7 @@ function route() {
 }
 function suit(state) {
   $("tab-talk").hidden = !state.chat;
+  $("model").title = state.model;
   $("about").hidden = !state.about;
   say("about-text", state.about);
   suitSettings(state);
