@@ -9,10 +9,10 @@ const NUMBERS = {
 // Who names the values of a chat that names none. The last two do not fill what a request leaves out once it names a part: then all are sent.
 const SOURCES_OF_LAW = { checkpoint: "the checkpoint's", raw: "the model's own distribution", "model card": "the model card's", mtpserve: "mtpserve's for chats" };
 const LAW = ["temperature", "top_p", "top_k", "min_p"], OWN_LAW = ["model card", "mtpserve"];
-const MAX_TOKENS = "2048", FIELDS = [...Object.values(NUMBERS), "system", "tools", "tool-choice"];
+const MAX_TOKENS = "2048", SETTING_FIELDS = [...Object.values(NUMBERS), "system", "tools", "tool-choice"];
 
 function keepSettings() {
-  const values = Object.fromEntries(FIELDS.map((id) => [id, $(id).value]));
+  const values = Object.fromEntries(SETTING_FIELDS.map((id) => [id, $(id).value]));
   store("settings", JSON.stringify({ ...values, "show-tokens": $("show-tokens").checked }));
   summarise();
 }
@@ -21,7 +21,7 @@ function loadSettings() {
   let values = {};
   try { values = JSON.parse(stored("settings")) || {}; } catch { /* from another version */ }
   $("talk-max-tokens").value = MAX_TOKENS;
-  for (const id of FIELDS) if (typeof values[id] === "string") $(id).value = values[id];
+  for (const id of SETTING_FIELDS) if (typeof values[id] === "string") $(id).value = values[id];
   $("show-tokens").checked = values["show-tokens"] === true;
 }
 
@@ -81,9 +81,9 @@ function options() {
   return asked;
 }
 
-for (const id of FIELDS) $(id).addEventListener("input", keepSettings);
+for (const id of SETTING_FIELDS) $(id).addEventListener("input", keepSettings);
 $("settings-reset").addEventListener("click", () => {
-  for (const id of FIELDS) if (id !== "tool-choice") $(id).value = "";
+  for (const id of SETTING_FIELDS) if (id !== "tool-choice") $(id).value = "";
   $("tool-choice").value = "auto";
   $("talk-max-tokens").value = MAX_TOKENS;
   keepSettings();
