@@ -234,6 +234,9 @@ def test_live_requests_are_ended_with_the_admins_key(guarded: Running, opened: O
     page.fill("#admin-key", "wrong")
     page.keyboard.press("Enter")
     wait_for("^The server refuses this key.$", page, "#admin-note")
+    if page.evaluate("window.ended"):  # on a fast machine: another one of the same name
+        stay_running(page, guarded.url)
+        page.wait_for_selector("#live li")
     page.fill("#admin-key", "admin")
     page.keyboard.press("Enter")
     wait_for("^a-long-one was ended.$", page, "#live-note")
