@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--held-out", action="store_true", help="the prompts that are held out")
     parser.add_argument("--prompts", type=int, help="how many (default: all)")
+    parser.add_argument("--first", type=int, default=0, help="leave out as many of them")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
     parser.add_argument("--length", type=int, default=512, help="tokens of a conversation, at most")
     parser.add_argument("--further", type=int, default=6, help="every so many conversations have a second question (0: none)")
@@ -134,14 +135,15 @@ def main() -> None:
     options = {"speculative_algorithm": "none", "max_running_requests": args.running, "context_length": args.length}
     options |= {"cpu_threads": args.cpu_threads, "disable_radix_cache": True, "quantization": args.quantization}
     args.out.mkdir(parents=True, exist_ok=True)
-    everything = prompts(args.prompts, unseen=args.held_out)
+    everything = prompts(args.prompts, unseen=args.held_out)[args.first :]
     began, tokens = time.perf_counter(), 0
     with LLM(args.model, dtype="bfloat16", **options) as llm:
         recorder, writer = Recorder(llm.engine.runner.step), Writer(llm, args.length, args.tokens)
         for number, start in enumerate(range(0, len(everything), args.part)):
             if (path := args.out / f"{number:03}.safetensors").exists():
                 continue
-            talks = writer.conversations(everything[start : start + args.part], number, args.further, args.sampled)
+            seed = args.first // args.part + number
+            talks = writer.conversations(everything[start : start + args.part], seed, args.further, args.sampled)
             tokens += save(path, talks, recorder.texts())
             print(f"{path}: {tokens} tokens, {tokens / (time.perf_counter() - began):.0f} tokens/s", flush=True)
 

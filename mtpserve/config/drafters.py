@@ -27,6 +27,7 @@ DRAFTERS: Registry[DraftSource] = Registry(
     },
 )
 MTP = "mtp"
+OWN_LAYER = ("MTP", "NEXTN", "EAGLE")  # names of the model's own MTP layer, of EAGLE where no head is named
 
 
 def source_name(drafter: str | None, path: str | None) -> str:

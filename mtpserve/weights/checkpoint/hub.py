@@ -14,8 +14,8 @@ from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
 
-from mtpserve.config import EngineConfig, ModelConfig
-from mtpserve.config.drafters import DRAFTERS
+from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
+from mtpserve.config.drafters import DRAFTERS, OWN_LAYER
 from mtpserve.core.errors import LoadError
 from mtpserve.weights.checkpoint.gguf_names import PACKAGES, gguf_file
 
@@ -24,6 +24,9 @@ TOKENIZER = ("*.json", "*.jinja")
 WEIGHTS = (*TOKENIZER, "*.safetensors")
 USUAL_HEADER, WHOLE = 1 << 16, 1 << 28  # bytes that are asked for: of weights at first, of a config
 BUNDLED = ("demo", *PACKAGES)
+# MTP layers of such models, in this package
+BUNDLED_LAYERS = {"smollm2": Path(__file__).parents[2] / "demo" / "smollm2-nextn"}
+TOKEN_MAP = "token_map.json"  # beside one that has learned a part of the vocabulary
 SIMILAR = 0.75  # names that share less are no suggestion
 PATH_BEGINS = "/.~"
 BELOW = "*/*"  # subdirectories hold other formats, or the same weights again
@@ -43,6 +46,7 @@ def fetched(config: EngineConfig, download: bool = True, headers: Path | None = 
     if is_id(model.model):
         local_path = directory_of(model.model, TOKENIZER if model.load_format == "dummy" else WEIGHTS, *where)
     if local_path is not None:
+        spec = with_bundled_layer(config)
         model = replace(model, model=local_path, served_model_name=model.names)
     if model.tokenizer is not None:
         text = (
@@ -51,7 +55,7 @@ def fetched(config: EngineConfig, download: bool = True, headers: Path | None = 
             else gguf_file(model.tokenizer)
         )
         model = replace(model, tokenizer=text or model.tokenizer)
-    if spec.checkpoint is not None and own_layer(config):
+    if spec.checkpoint is not None and own_layer(replace(config, spec=spec)):
         spec = spec.with_checkpoint(None)
     elif (draft := spec.checkpoint) is not None:
         files = TOKENIZER if model.load_format == "dummy" else WEIGHTS
@@ -67,6 +71,20 @@ def own_layer(config: EngineConfig) -> bool:
     is_mtp = spec.drafter is None or DRAFTERS.get(spec.drafter).in_checkpoint(None)
     draft = ModelConfig(model=spec.checkpoint or "").directory
     return is_mtp and (spec.checkpoint == model.model or draft.resolve() == model.directory.resolve())
+
+
+def with_bundled_layer(config: EngineConfig) -> SpecConfig:
+    """The options with the MTP layer that this package has for the model, where that is what drafts: nothing
+    is named, or MTP by one of its names."""
+    spec, layer = config.spec, BUNDLED_LAYERS.get(config.model.model)
+    if layer is None or not layer.is_dir() or spec.checkpoint is not None:
+        return spec
+    if config.model.load_format == "dummy":  # its layer is random, too
+        return spec
+    if spec.named and spec.drafter not in OWN_LAYER:
+        return spec
+    tokens = spec.speculative_token_map or str(layer / TOKEN_MAP)
+    return replace(spec.with_checkpoint(str(layer)), speculative_token_map=tokens)
 
 
 def require_names(config: EngineConfig, paths: bool = True) -> None:
