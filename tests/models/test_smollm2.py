@@ -32,6 +32,7 @@ PARTS = {
 }  # fmt: skip
 TEXT = 'def read_lines(path):\n    """Returns 12345 lines; it\'s quick."""\n    with open(path) as file:\n        return file.readlines()\n'
 TOKENS = 24
+ACCEPTED = 1.3  # tokens of a verification: what the layer's training.json says is more
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -80,7 +81,7 @@ def wanted(theirs: Any) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
+@pytest.mark.parametrize("algorithm", [None, "none", "NEXTN", "NGRAM", "MTP+NGRAM"])
 def test_greedy_text_is_the_models_with_and_without_drafts(wanted: dict[str, str], algorithm: str | None) -> None:
     chat = next(iter(wanted))
     assert chat.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n")
@@ -88,3 +89,25 @@ def test_greedy_text_is_the_models_with_and_without_drafts(wanted: dict[str, str
         found = llm.generate(list(wanted), SamplingParams(max_tokens=TOKENS, temperature=0))
     assert [each.text for each in found] == list(wanted.values())
     assert wanted[chat] == "The capital of France is Paris."
+
+
+QUESTIONS = (
+    "How do airplanes fly?",
+    "Write a short story about a lonely whale.",
+    "List the months of the year.",
+    "Is cycling to work worth it?",
+)
+
+
+def test_the_bundled_layer_is_accepted_and_changes_no_answer() -> None:
+    """Prompts that it was not trained with, three drafts at a time."""
+    answers = dict[str, list[str]]()
+    for algorithm in ("none", "NEXTN"):
+        steps = {} if algorithm == "none" else {"speculative_num_steps": 3, "speculative_adaptive": False}
+        with LLM("smollm2", dtype="float32", context_length=512, speculative_algorithm=algorithm, **steps) as llm:
+            prompts = [llm.tokenizer.render_chat([{"role": "user", "content": question}]).text for question in QUESTIONS]
+            found = llm.generate(prompts, SamplingParams(max_tokens=64, temperature=0))
+            answers[algorithm] = [each.text for each in found]
+    assert answers["NEXTN"] == answers["none"]
+    verifications = sum(each.drafted for each in found) / 3
+    assert 1 + sum(each.accepted for each in found) / verifications > ACCEPTED
