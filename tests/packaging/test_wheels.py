@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import runpy
 import shutil
 import subprocess
@@ -63,6 +64,38 @@ def test_other_objects_are_refused(setup_py: dict[str, Any], tmp_path: Path, obj
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         setup_py["platform_of_objects"]()
+
+
+def test_a_published_description_links_to_the_tag(setup_py: dict[str, Any]) -> None:
+    text = '[a](docs/a.md#b) [c](#c) [d](https://d.org/e) <img src="docs/f.png"> <source srcset="g.png"> <img src="https://h.org/i.png">'
+    assert setup_py["with_absolute_links"](text, "https://example.org/x/y", "v1") == (
+        "[a](https://example.org/x/y/blob/v1/docs/a.md#b) [c](#c) [d](https://d.org/e) "
+        '<img src="https://example.org/x/y/raw/v1/docs/f.png"> <source srcset="https://example.org/x/y/raw/v1/g.png"> '
+        '<img src="https://h.org/i.png">'
+    )
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_metadata_name_the_repository_where_it_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_published: bool) -> None:
+    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is not installed: the extra `dist`")
+    for name, value in (("SERVER_URL", "https://example.org"), ("REPOSITORY", "x/y"), ("REF_NAME", "v1")):
+        monkeypatch.setenv(f"GITHUB_{name}", value if is_published else "")
+    writes = f"from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel({str(tmp_path)!r})"
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for part in ("mtpserve", "kernels/mtpserve_kernels"):
+        (tree / part).mkdir(parents=True)
+        shutil.copy(ROOT / part / "__init__.py", tree / part)
+    done = subprocess.run([sys.executable, "-c", writes], cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = tmp_path.glob("*.dist-info/METADATA")
+    metadata = email.message_from_string(file.read_text(encoding="utf-8"))
+    assert metadata["Description-Content-Type"].startswith("text/markdown")
+    assert str(metadata.get_payload()).startswith("# mtpserve")
+    assert ("Source, https://example.org/x/y" in metadata.get_all("Project-URL", [])) == is_published
+    assert ("(https://example.org/x/y/blob/v1/docs/start.md)" in str(metadata.get_payload())) == is_published
 
 
 @pytest.mark.parametrize(

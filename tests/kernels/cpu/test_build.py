@@ -257,17 +257,17 @@ def test_a_wheel_has_sources_and_objects(tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "kernels", tree / "kernels", ignore=shutil.ignore_patterns("__pycache__", "objects"))
     (tree / "mtpserve").mkdir()
     shutil.copy(REPOSITORY / "mtpserve" / "__init__.py", tree / "mtpserve")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, tree)
     objects = tree / "kernels" / "mtpserve_kernels" / "cpu" / "objects"
     objects.mkdir()
-    (objects / "made-up.so").write_text("")
+    (objects / "made-up.so").write_bytes(b"\x7fELF" + bytes(14) + b"\xb7\x00")  # an object for ARM, by its head
     made = "from setuptools import build_meta; build_meta.build_wheel('.')"
     done = subprocess.run([sys.executable, "-c", made], cwd=tree, capture_output=True, text=True, check=False)
     if "No module named 'setuptools'" in done.stderr:
         pytest.skip("setuptools is not installed")
     assert done.returncode == 0, done.stderr[-2000:]
-    with zipfile.ZipFile(next(tree.glob("*.whl"))) as wheel:
+    with zipfile.ZipFile(next(tree.glob("*-py3-none-linux_aarch64.whl"))) as wheel:
         names = set(wheel.namelist())
     expected = {f"mtpserve_kernels/cpu/src/{path.name}" for path in (*build.sources("*.h"), *build.sources("*.cpp"))}
     assert expected | {"mtpserve_kernels/cpu/objects/made-up.so"} <= names
