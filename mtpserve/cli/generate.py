@@ -17,7 +17,7 @@ from mtpserve.cli.options import Values, add_options, all_options, parsed_values
 from mtpserve.cli.paint import Painter
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS
-from mtpserve.core.errors import ConfigError, InvalidRequest
+from mtpserve.core.errors import ConfigError, InvalidRequest, quantity
 from mtpserve.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Tally:
 
     def line(self) -> str:
         rate = self.tokens / self.seconds if self.seconds > 0 else 0.0
-        parts = [f"{self.tokens} tokens in {self.seconds:.2f} s, {rate:.1f} tokens/s"]
+        parts = [f"{quantity(self.tokens, 'token')} in {self.seconds:.2f} s, {rate:.1f} tokens/s"]
         if self.verified:
             parts.append(
                 f"{self.drafted} drafted, {self.accepted} accepted ({self.accepted / self.drafted:.0%})"

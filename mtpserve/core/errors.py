@@ -18,6 +18,11 @@ MTPServeError
 from __future__ import annotations
 
 
+def quantity(number: int, noun: str) -> str:
+    """Returns the number with its noun, for messages: 1 request, 2 requests, 1,000 requests."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
 class MTPServeError(Exception):
     """Base of all errors that mtpserve raises on purpose. The message is for the user: one line with the
     thing and its value."""

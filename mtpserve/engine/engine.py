@@ -339,7 +339,7 @@ class Engine:
     def _fail(self, reqs: list[RequestState], error: Exception) -> list[TokenEvent]:
         _require_device(error)
         # The traceback is for the log; a client learns the kind of error and no more.
-        log.error("a step with %d requests failed", len(reqs), exc_info=error)
+        log.error("a step failed, requests in it: %d", len(reqs), exc_info=error)
         message = f"the engine failed in the step that computed this request: {type(error).__name__}"
         return self._observed(self._scheduler.fail(reqs, message))
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from mtpserve.config import ServerConfig
-from mtpserve.core.errors import EngineBusy, InvalidRequest, RequestFailed
+from mtpserve.core.errors import EngineBusy, InvalidRequest, RequestFailed, quantity
 from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.server.chat.service import Served, Service
 from mtpserve.server.http.errors import Unsupported
@@ -93,7 +93,7 @@ async def stop_profile(service: Served) -> Response:
     service.check_alive()
     reports = await exchange(service, ProfileChange())
     files = [file for report in reports for file in report.files]
-    return JSON(ProfileStopped(True, f"{len(files)} files were written", files))
+    return JSON(ProfileStopped(True, f"{quantity(len(files), 'file')} written", files))
 
 
 async def exchange(service: Service, change: ProfileChange) -> Sequence[ProfileReport]:

@@ -56,11 +56,11 @@ def test_failures_and_what_is_in_doubt() -> None:
     failed = replace(ONE, failure=Failure("HTTP 429", "the queue is full"))
     late = replace(ONE, sent=Sent(0.0, 0.5, 0.5), counted_by=BY_LENGTH, max_tokens=9)
     text = shown(run_of(failed, late, replace(late, counted_by=BY_CHUNK), cpu=1.99, server=replace(SERVER, generated=500)), open_loop=True)
-    assert "1 requests failed" in text and "the queue is full" in text and "2 answers were shorter" in text
+    assert "1 request failed" in text and "the queue is full" in text and "2 answers were shorter" in text
     assert "sent late (p99 500.0 ms" in text and "divided among the chunks by characters" in text
     assert "counted as one token each" in text and "100% of a core" in text and "other clients" not in text, "one has failed"
     assert "there were other clients" in shown(run_of(server=replace(SERVER, generated=500)))
-    assert "0 of 1 requests" in shown(run_of(failed))
+    assert "0 of 1 request" in shown(run_of(failed))
 
 
 def test_categories_need_the_servers_figures() -> None:

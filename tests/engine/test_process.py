@@ -197,7 +197,7 @@ def test_a_full_queue_refuses_without_the_engine() -> None:
         os.kill(client._process.pid, signal.SIGSTOP)
         tasks = [asyncio.create_task(collect(client, request(id, CONTEXT - 3))) for id in "ab"]
         await asyncio.sleep(0)
-        with pytest.raises(QueueFull, match="2 requests run and wait already"):
+        with pytest.raises(QueueFull, match="2 requests running or waiting"):
             await collect(client, request("c"))
         os.kill(client._process.pid, signal.SIGCONT)
         for task in tasks:

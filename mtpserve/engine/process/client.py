@@ -27,7 +27,7 @@ import zmq
 import zmq.asyncio
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
+from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown, quantity
 from mtpserve.core.heartbeat import Heartbeat
 from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.request import ModelCard, Request, TokenEvent
@@ -247,7 +247,8 @@ class ProcessClient:
             and not request.is_migrated
         ):
             raise QueueFull(
-                f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more"
+                f"{quantity(len(self._open), 'request')} running or waiting, and "
+                "--max-queued-requests allows no more"
             )
         mailbox = self._open[request.id] = Mailbox()
         self._send(Submit(request))

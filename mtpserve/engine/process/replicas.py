@@ -22,7 +22,7 @@ from random import Random, SystemRandom
 from time import monotonic
 from typing import Literal
 
-from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
+from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown, quantity
 from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
@@ -280,7 +280,8 @@ class Replicas:
             raise EngineDead(self.dead)
         if self.card.capacity is not None and len(self._open) >= self.card.capacity:
             raise QueueFull(
-                f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more"
+                f"{quantity(len(self._open), 'request')} running or waiting, and "
+                "--max-queued-requests allows no more"
             )
         if request.sampling.seed is None:
             request = replace(request, seed=self._seeds.getrandbits(63))

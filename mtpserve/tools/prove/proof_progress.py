@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from mtpserve.core.errors import quantity
+
 if TYPE_CHECKING:
     from mtpserve.tools.prove.proof import ProofStage
 
@@ -76,7 +78,7 @@ class ProofProgress:
         if stage.done is None:
             return f"{begun}: the model is loading"
         time_left = self.time_left(stage)
-        return f"{begun}: {stage.done} of {stage.of} requests{', ' * bool(time_left)}{time_left}"
+        return f"{begun}: {stage.done} of {quantity(stage.of, 'request')}{', ' * bool(time_left)}{time_left}"
 
     def time_left(self, stage: ProofStage) -> str:
         """Estimates the time that all known stages still take. All requests count alike, and loading is left

@@ -16,7 +16,7 @@ from mtpserve.cli.options import Values, add_options, parsed_values, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS, EngineConfig
 from mtpserve.config.options import check
-from mtpserve.core.errors import ConfigError
+from mtpserve.core.errors import ConfigError, quantity
 from mtpserve.tools.simulate.costs import DISK, PROFILES, DeviceProfile, ModelShape, StepCost
 from mtpserve.tools.simulate.simulated import OPTIONS, named, noted, passes
 
@@ -352,7 +352,9 @@ def show(rows: Sequence[dict[str, Any]], file: str, notes: Sequence[str]) -> Non
     console = terminal()
     first = ("pool tokens", "memory", "host", "running", "hit rate", "ideal")
     columns = (*first, "TTFT p50 ms", "p90", "p99", "TPOT p50 ms", "output tok/s", "preempted")
-    table = plain(console, f"{file}: {rows[0]['requests']:,} requests", *(f"{column} " for column in columns))
+    table = plain(
+        console, f"{file}: {quantity(rows[0]['requests'], 'request')}", *(f"{column} " for column in columns)
+    )
     for row in rows:
         rates = [f"{row[name]:.1%}" for name in ("hit_rate", "ideal_hit_rate")]
         times = [f"{row['ttft_ms'][f'p{share}']:,.1f}" for share in PERCENTILES]

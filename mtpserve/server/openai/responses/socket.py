@@ -28,7 +28,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
-from mtpserve.core.errors import InvalidRequest, MTPServeError, QueueFull
+from mtpserve.core.errors import InvalidRequest, MTPServeError, QueueFull, quantity
 from mtpserve.server.chat.service import Service
 from mtpserve.server.http.errors import (
     RETRY_AFTER,
@@ -121,7 +121,9 @@ class Connection:
         if kind_of(text) == "response.cancel":
             self._cancel()
         elif len(self._waiting) >= MAX_WAITING or sum(map(len, self._waiting)) + len(text) > limit:
-            waiting = f"{len(self._waiting)} requests wait on this connection, and no more are kept"
+            waiting = (
+                f"{quantity(len(self._waiting), 'request')} waiting on this connection, and no more are kept"
+            )
             await self._send(error_event(*describe(QueueFull(waiting)), UNSET))
         else:
             self._waiting.append(text)

@@ -14,6 +14,7 @@ from time import strftime
 from typing import Any
 
 from mtpserve.cli.parser import Parser
+from mtpserve.core.errors import quantity
 from mtpserve.tools.bench.dataset.arrivals import arrival_times
 from mtpserve.tools.bench.dataset.asked import Questions
 from mtpserve.tools.bench.dataset.datasets import questions_of
@@ -128,7 +129,8 @@ def report(bench: ServeBench, summary: Summary, raw_run: RawRun, questions: Ques
     if bench.swept is not None:
         rate = f"{summary.output_throughput:,.1f} output tokens per second"
         print(
-            f"{LOADS[bench.swept]} {load:g}: {summary.completed:,} of {summary.requests:,} requests, {rate}",
+            f"{LOADS[bench.swept]} {load:g}: {summary.completed:,} of "
+            f"{quantity(summary.requests, 'request')}, {rate}",
             file=sys.stderr,
         )
         if summary.completed == summary.requests:

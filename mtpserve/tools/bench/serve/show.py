@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from mtpserve.core.errors import quantity
 from mtpserve.tools.bench.serve.measured import BY_CHUNK, BY_LENGTH, BY_TOKENIZER, Measured
 from mtpserve.tools.bench.serve.run import RawRun
 from mtpserve.tools.bench.serve.summary import BUSY, LATE, Spread, Summary
@@ -93,7 +94,7 @@ def show(summary: Summary, run: RawRun, percentile_metrics: Sequence[str], notes
 def rates(console: Console, summary: Summary) -> Table:
     table = table_of(
         console,
-        f"{summary.completed:,} of {summary.requests:,} requests in {summary.seconds:,.2f} s",
+        f"{summary.completed:,} of {quantity(summary.requests, 'request')} in {summary.seconds:,.2f} s",
         "",
         " total ",
         "per second ",
@@ -181,7 +182,7 @@ def failures(console: Console, summary: Summary) -> Table | None:
         return None
     table = table_of(
         console,
-        f"{summary.requests - summary.completed:,} requests failed",
+        f"{quantity(summary.requests - summary.completed, 'request')} failed",
         "reason",
         "requests ",
         "for example",

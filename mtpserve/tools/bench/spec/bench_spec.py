@@ -21,7 +21,7 @@ from mtpserve.cli.options import Values, add_options, parsed_values, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS, EngineConfig
 from mtpserve.config.options import check
-from mtpserve.core.errors import ConfigError
+from mtpserve.core.errors import ConfigError, quantity
 from mtpserve.core.spec_sizes import SpecShape
 from mtpserve.tools.bench.spec import grid
 from mtpserve.tools.bench.spec.grid import PARTS, PLAIN, SpecFigures, SpecLoad
@@ -359,7 +359,7 @@ def show(spec_grid: SpecGrid, figures: Sequence[SpecFigures], notes: Sequence[st
     console = terminal()
     first = ("batch ", "temperature ", "drafts", "AL ", "step ms ")
     columns = (*first, *(f"{stage} " for stage in PARTS), "tok/s ", "S ", "M ")
-    rounds = f"{spec_grid.rounds} round{'' if spec_grid.rounds == 1 else 's'}"
+    rounds = quantity(spec_grid.rounds, "round")
     title = f"prompts of {spec_grid.input} tokens, answers of {spec_grid.output}, {rounds}"
     table = plain(console, title, *columns)
     for cell in figures:
