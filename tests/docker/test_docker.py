@@ -113,16 +113,6 @@ def test_an_image_is_not_root_has_a_healthcheck_and_no_build_tools(image: str) -
     assert any("venv /opt/mtpserve" in rest for rest in made[0].of("RUN"))
 
 
-def test_hadolint_finds_nothing() -> None:
-    folder = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    if (hadolint := shutil.which("hadolint", path=folder)) is None:
-        pytest.skip("hadolint is not installed: the extra `test` brings it on Linux and x86-64")
-    done = subprocess.run(
-        [hadolint, "--no-color", "--format", "tty", "Dockerfile"], cwd=DOCKER, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
-
-
 def test_triton_finds_what_was_compiled_for_it() -> None:
     (building,) = [env for env in stages()["build-cuda"].of("ENV") if "TRITON" in env]
     assert building in stages()["cuda"].of("ENV")
