@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 from mtpserve_kernels.tiling import MAX_SCORES
@@ -284,10 +285,12 @@ def no_pages(config: EngineConfig, device: torch.device, weights: int, needed_by
         return f"--max-total-tokens must be at least --page-size, {page_size}, got {tokens}"
     mib, usable_bytes = 2**20, usable_memory(device, config.parallel.ranks)
     budget_bytes = memory_budget(config, device)
+    enough = ceil(10_000 * needed_bytes / usable_bytes) / 10_000
+    way_out = f"raise it to {enough:g}" if enough <= 1 else "the model does not fit on this machine"
     return (
-        f"no memory is left for the KV cache: --mem-fraction-static {budget_bytes / usable_bytes:.4g} is "
-        f"{budget_bytes / mib:,.1f} MiB of {usable_bytes / mib:,.1f}, weights take {weights / mib:,.1f}, and "
-        f"more than {needed_bytes / usable_bytes:.4g} is needed; or set --max-total-tokens"
+        f"no memory is left for the KV cache: weights take {weights / mib:,.0f} MiB, and "
+        f"--mem-fraction-static {budget_bytes / usable_bytes:.2g} of {usable_bytes / mib:,.0f} MiB is "
+        f"{budget_bytes / mib:,.1f} MiB: {way_out}, or set --max-total-tokens"
     )
 
 

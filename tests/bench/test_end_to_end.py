@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 import httpx
 import pytest
 
+from mtpserve.config import ModelConfig
 from mtpserve.tools.bench import bench
 from mtpserve.tools.bench.exported import ServerCounters, read_counters
 from tests.server.test_end_to_end import Running, running
 
+DEMO = ModelConfig().directory
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running() as started:
+    with running("--chat-template", "mtpserve/demo/comments.jinja") as started:
         yield started
 
 
@@ -55,9 +59,13 @@ def test_counts_and_acceptance_are_the_servers(server: Running, tmp_path: Path, 
 
 
 def test_chat_has_the_tokens_that_were_meant(server: Running, tmp_path: Path) -> None:
-    made = run(
-        server, tmp_path / "out", "--backend", "openai-chat", "--random-input-len", "30", "--random-output-len", "8", "--num-prompts", "2"
-    )
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for file in DEMO.glob("*.json"):
+        shutil.copy(file, tokenizer)
+    shutil.copy(DEMO / "comments.jinja", tokenizer / "chat_template.jinja")  # the server has it, too
+    sizes = "--random-input-len", "30", "--random-output-len", "8", "--num-prompts", "2"
+    made = run(server, tmp_path / "out", "--backend", "openai-chat", "--tokenizer", str(tokenizer), *sizes)
     assert made["input_lens"] == [30, 30] and made["output_lens"] == [8, 8]
 
 

@@ -99,7 +99,7 @@ def test_the_sweeps_table() -> None:
     assert not any(row.startswith(("good", "cost")) for row in rows) and rows[-1].endswith("largest: 2 requests at once")
     last = " ".join(swept([points()[0], points()[0], points()[1]])[-1])
     assert last.endswith(
-        "no knee found: output throughput / mean latency is largest at the sweep's end, 2 requests at once; try higher loads"
+        "no knee was found: output throughput by mean latency is largest at the sweep's highest load, 2 requests at once; add higher loads"
     )
     options = SummaryOptions(goodput={"ttft": 1.0}, price_per_hour=36.0)
     rows = [" ".join(row) for row in swept([replace(each, summary=summarise(run_of(*each.requests), options)) for each in points()])]

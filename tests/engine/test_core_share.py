@@ -60,7 +60,10 @@ def test_threads_that_would_wait_for_a_core_do_not_compute(
     changes = [record.getMessage() for record in caplog.records]
     assert (changes == []) == (threads == cores)
     if threads < cores:
-        assert "other processes use the cores" in changes[0] and f"{cores} of {cores} threads compute: cores are free again" == changes[-1]
+        assert (
+            "other processes use the cores" in changes[0]
+            and f"using {cores} of {cores} CPU threads: the cores are free again" == changes[-1]
+        )
 
 
 def test_one_window_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,7 +310,7 @@ def test_full_engines_are_passed_over_and_capacity_is_that_of_all() -> None:
         assert bench.replicas.card.capacity == 4 and bench.replicas.card.context_length == 4096
         release = await bench.hold([asked(f"r{i}", prompt=[1] * (2 * affinity.BLOCK)) for i in range(4)])
         assert len(bench.now(0).served) == 2
-        with pytest.raises(QueueFull, match="4 requests run and wait"):
+        with pytest.raises(QueueFull, match="4 requests running or waiting"):
             await bench.ask(asked("fifth"))
         await release()
 

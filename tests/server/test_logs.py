@@ -138,7 +138,7 @@ def test_an_engine_and_its_ranks_log_as_they_are_told(monkeypatch: pytest.Monkey
                 assert all(line["exception"].endswith("ValueError: bad") for line in lines)
             else:
                 names = ("engine 1: ", "engine 1 rank 2: ") if engine is several else ("", "rank 2: ")
-                assert f"ERROR {names[0]}the engine process ends\n" in text and f"CRITICAL {names[1]}fails\n" in text
+                assert f"ERROR {names[0]}the engine process stops because of an error\n" in text and f"CRITICAL {names[1]}fails\n" in text
 
 
 def test_every_line_of_a_server_is_one_object(checkpoint: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_server_that_cannot_start_says_so_in_its_format() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     warning, *_, error = parsed(done.stderr)
     assert done.returncode == 1 and "cannot listen on 256.0.0.1" in error["message"] and error["level"] == "critical"
-    assert warning["message"].startswith("--trust-remote-code changes nothing here")
+    assert warning["message"].startswith("--trust-remote-code is ignored, it changes nothing here")
 
 
 def test_only_what_differs_from_the_defaults_is_shown() -> None:

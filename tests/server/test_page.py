@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.server.page.assembled import content
 from mtpserve.server.page.page import PAGE
+from mtpserve.text.chat_sampling import ChatSampling
 from tests.server.fake_client import FakeClient
 from tests.server.test_launch import free_port, launched
 
@@ -173,6 +174,7 @@ def test_another_model_without_a_chat_template_says_so(http: httpx.AsyncClient, 
     service = app.state.service
     service.tokenizer = SimpleNamespace(has_chat_template=False, defaults={"temperature": 0.6, "top_k": 20})
     service.engine_config = EngineConfig(model=ModelConfig(model="/models/other"))
+    service.chat_sampling = ChatSampling("checkpoint", {"temperature": 0.6, "top_k": 20})
     body = get(http, "/stats").json()
     assert body["about"] == "This checkpoint has no chat template. It continues text and cannot hold a conversation."
     assert body["default_sampling"] == {"temperature": 0.6, "top_p": 1.0, "top_k": 20, "min_p": 0.0, "source": "checkpoint"}

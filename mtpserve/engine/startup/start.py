@@ -77,10 +77,10 @@ def run_prompts(engine: Engine, lengths: Seq[int], launched: bool = False) -> No
         tokens = min(4, engine.context_length - length)
         # It has a seed: none is drawn, so that --random-seed gives the first request what it gives without a
         # trial.
-        sampling = SamplingParams(
-            max_tokens=tokens, min_tokens=tokens * launched, temperature=0, ignore_eos=not launched, seed=0
-        )
-        engine.add(Request(f"try out {number}", [0] * length, sampling))
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, seed=0)
+        # Words of several tokens are a rule that is not captured (runtime/sampling/rules).
+        words = [[0] * (tokens + 1)] if launched else []
+        engine.add(Request(f"try out {number}", [0] * length, sampling, words))
     while engine.has_work:
         for event in engine.step():
             if event.error is not None:

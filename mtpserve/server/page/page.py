@@ -52,7 +52,7 @@ class Stats(Rendered):
     chat: bool  # it has a chat template
     about: str  # what a model without one is, in a sentence for people
     # of chats that name no sampling: its fields, and `source`, as in /v1/models
-    default_sampling: dict[str, float | str]
+    default_sampling: dict[str, int | float | str]
     page_size: int
     stats: EngineStats
     tiers: dict[str, Tier]  # the prefix cache's tiers below the device

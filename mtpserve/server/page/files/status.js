@@ -26,7 +26,8 @@ function told(state) {
   if (first) { suit(state); draw(); prefill(state); legend(); }  // what depends on the model
   document.title = `${state.model} – mtpserve`;
   say("model", state.model);
-  say("facts", `${state.version} · context ${whole(state.context_length)} · ` + drafting(state));
+  $("facts").title = `${state.version} · context ${whole(state.context_length)} · ` + drafting(state);
+  say("facts", $("facts").title);
   const said = [...$("warnings").children].map((each) => each.textContent);
   if (said.join("\n") !== state.warnings.join("\n")) $("warnings").replaceChildren(...state.warnings.map((text) => make("p", text, "banner")));
 }
