@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -93,6 +96,20 @@ def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(core_share, "CPU_TIMES", tmp_path / "none")
     assert core_times() is None
     CoreShare(4, lambda threads: pytest.fail("nothing is known")).update()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux")
+def test_the_front_ends_time_is_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works on what the engine writes: an engine that gave it a core would have less to write."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as parent:
+        try:
+            monkeypatch.setattr(os, "getppid", lambda: parent.pid)
+            end = time.monotonic() + 30
+            while (times := core_times()) is not None and times.cpu < time.process_time() + 0.05 and time.monotonic() < end:
+                time.sleep(0.05)
+            assert times is not None and times.cpu > time.process_time()
+        finally:
+            parent.kill()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux")

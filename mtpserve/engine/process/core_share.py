@@ -22,17 +22,22 @@ class CoreTimes(NamedTuple):
     """Seconds on three clocks."""
 
     now: float
-    cpu: float  # CPU time of this process, all threads together
+    cpu: float  # CPU time of this process, all threads together, and of its parent: the server's front end
     idle: float  # of the cores that this process may use, together
 
     def available(self, before: CoreTimes) -> float:
-        """Cores since `before`: what this process used, and what nobody used."""
+        """Cores since `before`: what the server used, and what nobody used. The front end works on what this
+        process writes: it does not keep a core busy by itself."""
         return (self.cpu - before.cpu + self.idle - before.idle) / (self.now - before.now)
 
 
 def core_times() -> CoreTimes | None:
-    """None where the system does not tell: it is Linux's `/proc/stat`."""
+    """None where the system does not tell: it is Linux's `/proc`."""
     try:
+        # Behind the name in brackets: state, … and 11 fields later utime and stime.
+        parent = sum(
+            map(int, Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[11:13])
+        )
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         # user, nice, system, idle, iowait, …
         idle = sum(
@@ -42,7 +47,8 @@ def core_times() -> CoreTimes | None:
         )
     except (AttributeError, OSError):
         return None
-    return CoreTimes(perf_counter(), process_time(), idle / os.sysconf("SC_CLK_TCK"))
+    ticks = os.sysconf("SC_CLK_TCK")
+    return CoreTimes(perf_counter(), process_time() + parent / ticks, idle / ticks)
 
 
 class CoreShare:
