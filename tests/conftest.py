@@ -6,8 +6,10 @@ pytest --all        all tests, as `make test-all` runs them: see tests/selection
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a process for each core: two threads of each would wait for each other
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,6 +27,18 @@ if not torch.cuda.is_available():
 from tests import selection
 
 gc.disable()  # until all tests are collected
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """A test that starts a server in this process leaves the log as it was: others count lines."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    for handler in root.handlers[:]:
+        if handler not in handlers and type(handler) is logging.StreamHandler:
+            root.removeHandler(handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
