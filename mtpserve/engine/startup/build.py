@@ -178,7 +178,7 @@ def log_plan(engine_plan: Plan, computed: str) -> None:
     )
     log.log(
         level,
-        "KV cache: %.2f GiB for %s tokens; requests at once: at most %d, with %s tokens each",
+        "KV cache: %.2f GiB for %s tokens; at most %d requests at once, at most %s tokens in one of them",
         size_of(memory, "KV") / 2**30,
         f"{max(memory.pages) * config.cache.page_size:,}",
         memory.max_running,
