@@ -118,8 +118,6 @@ class ChatPupil(Pupil):
         """A step. `rate`: the fraction of the full learning rates."""
         self.drafter.train()
         began, head, weight, loss = time.perf_counter(), self.drafter.given.head, 0.0, torch.zeros(())
-        for group, lr in zip((group for optimizer in self.optimizers for group in optimizer.param_groups), self.full, strict=True):
-            group["lr"] = lr * rate
         with torch.no_grad():
             rows = texts.after(0)
             chances = (texts.hidden.flatten(0, 1)[rows].to(head.dtype) @ head.mT).float().div_(TEMPERATURE).softmax(-1).to(head.dtype)
@@ -128,12 +126,8 @@ class ChatPupil(Pupil):
         for depth, state in enumerate(self.states(texts, depths)):
             surprise = SoftLoss.apply(state, chances[numbers[texts.after(depth)]], head)  # type: ignore[no-untyped-call]
             loss, weight = loss + DECAY**depth * surprise, weight + DECAY**depth
-        loss.backward()  # type: ignore[no-untyped-call]
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        self.descend(loss, weight, rate)
         self.seconds += time.perf_counter() - began
-        self.losses.append(loss.item() / weight)
 
     @torch.no_grad()
     def greedy(self, talks: list[Talk]) -> list[float]:

@@ -85,19 +85,23 @@ class Pupil:
 
     def learn(self, seen: Seen, rate: float) -> None:
         """A step. `rate`: the fraction of the full learning rates."""
-        began, groups = time.perf_counter(), (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        for group, lr in zip(groups, self.full, strict=True):
-            group["lr"] = lr * rate
-        weight, loss = 0.0, torch.zeros(())
+        began, weight, loss = time.perf_counter(), 0.0, torch.zeros(())
         with torch.autocast("cpu", torch.bfloat16, enabled=self.drafter.given.trunk.dtype == torch.bfloat16):
             for depth, (logits, chances) in enumerate(self.drafter.drafted(seen)):
                 surprise = -(chances * (logits / TEMPERATURE).log_softmax(-1)).sum(-1).mean()
                 loss, weight = loss + DECAY**depth * surprise, weight + DECAY**depth
+        self.descend(loss, weight, rate)
+        self.seconds += time.perf_counter() - began
+
+    def descend(self, loss: Tensor, weight: float, rate: float) -> None:
+        """One step down the gradient. `weight`: the sum of all drafts' weights in `loss`; `rate`: as for `learn`."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        for group, lr in zip(groups, self.full, strict=True):
+            group["lr"] = lr * rate
         loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        self.seconds += time.perf_counter() - began
         self.losses.append(loss.item() / weight)
 
     @torch.no_grad()

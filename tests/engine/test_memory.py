@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from mtpserve.engine.startup.planning import fixed, lookahead_of, plan, state_of
 from mtpserve.engine.startup.storage import Storage
 from mtpserve.runtime.memory import ESTIMATE, PageShare, largest, plan_memory, usable_memory
 from mtpserve.weights.quantise import quantise
+from tests.house.tree import ROOT
 from tests.models.checkpoints import mimo
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
@@ -182,3 +186,14 @@ def test_what_windows_do_not_need_goes_to_the_others() -> None:
     assert largest([all_, small, large], 2 * 64 * 20 + 15 * 1000, 2, 10**9) == 1000
     assert largest([all_, small, large], 2 * 64 * 20 + 2 * 4096 * 5 + 10 * 9000, 2, 10**9) == 9000
     assert largest([all_, small], 10**9, 2, 500) == 500 and largest([small], 10**9, 2, 500) == 500
+
+
+def test_a_plan_brings_no_compiler_along() -> None:
+    """Tensors on no device are made and written, but not computed with: that imports seconds of torch."""
+    code = (
+        "import sys; from mtpserve.config import EngineConfig; from mtpserve.engine.startup.drafter import plan_engine;"
+        "plan_engine(EngineConfig(), must_fit=False); print('sympy' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n", "torch's compiler needs it"

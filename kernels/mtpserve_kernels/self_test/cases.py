@@ -45,14 +45,14 @@ def cpu_route(x: Tensor, weight: Tensor, bias: Tensor, *rule: Any) -> tuple[Tens
 
 
 def cpu_experts(
-    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, shared_gate_up: Tensor, shared_down: Tensor
+    x: Tensor, weights: Tensor, topk_ids: Tensor, gate_up: Tensor, down: Tensor, shared_gate_up: Tensor, shared_down: Tensor
 ) -> Tensor:
     from mtpserve_kernels.cpu.linear import pack
     from mtpserve_kernels.cpu.moe import experts_of, mix_experts, pack_expert_pair
 
     routed = pack_expert_pair(gate_up.clone(), down.clone())
     shared = pack(shared_gate_up.clone()), pack(shared_down.clone())
-    return mix_experts(x, weights, chosen, experts_of(routed, shared))
+    return mix_experts(x, weights, topk_ids, experts_of(routed, shared))
 
 
 def sorted_experts(kernel: Kernel) -> Kernel:
@@ -162,8 +162,8 @@ def function_of(name: str | Kernel) -> Kernel:
     if callable(name):
         return name
     module, function = name.split(":")
-    found: Kernel = getattr(import_module(f"mtpserve_kernels.{module}"), function)
-    return found
+    kernel: Kernel = getattr(import_module(f"mtpserve_kernels.{module}"), function)
+    return kernel
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -220,4 +220,4 @@ def compare(case: KernelCase, kernel: Kernel, device: torch.device, dtype: torch
     expected = case.view(function_of(case.reference))(*here)
     actual = case.view(kernel)(*there)
     pairs = zip(tensors_of((actual, there)), tensors_of((expected, here)), strict=True)
-    return max((difference(*pair) for pair in pairs), key=lambda found: (not found.good, found.error))
+    return max((difference(*pair) for pair in pairs), key=lambda worst: (not worst.good, worst.error))

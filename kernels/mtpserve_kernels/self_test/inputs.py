@@ -154,10 +154,10 @@ def route(random: Random) -> tuple[Any, ...]:
 
 def experts(random: Random, rows: int) -> tuple[Any, ...]:
     number, hidden, size, top = 8, 256, 128, 3
-    chosen = torch.stack([random.order(number)[:top] for _ in range(rows)])
+    topk_ids = torch.stack([random.order(number)[:top] for _ in range(rows)])
     shared = random.matrix(2 * size, hidden), random.matrix(hidden, size)
     matrices = random.matrix(number, 2 * size, hidden), random.matrix(number, hidden, size)
-    return random.normal(rows, hidden), random.floats(rows, top).softmax(-1), chosen, *matrices, *shared
+    return random.normal(rows, hidden), random.floats(rows, top).softmax(-1), topk_ids, *matrices, *shared
 
 
 def recur(random: Random) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from mtpserve.core.protocols.logits_processor import LogitsProcessor
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.grammar import GrammarRules
 from mtpserve.runtime.sampling.rule_tables import TableRules
-from mtpserve.runtime.transfer import upload
+from mtpserve.runtime.transfer import upload, write
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class LogitRules:
         self.bias: Tensor | None = None  # float32, added
         self.prompt: Tensor | None = None  # bool, is in the prompt
         self.counts: Tensor | None = None  # int64, how often it is in the output
-        # repetition, frequency, presence: of 1, 0 and 0 nothing changes
-        self.penalties = torch.tensor([1.0, 0.0, 0.0], device=device).repeat(number, 1)
+        self.penalties = torch.zeros(number, 3, device=device)  # repetition, frequency, presence
+        write(self.penalties[-1], (1.0, 0.0, 0.0))  # what pads a batch stays finite
         self.least = torch.zeros(number, dtype=torch.int64, device=device)  # min_tokens
 
     @property

@@ -16,6 +16,7 @@ from mtpserve_kernels.cpu import build
 from mtpserve_kernels.cpu.library import Unavailable, library
 
 from mtpserve import __version__
+from mtpserve.engine.startup.threads import allowed
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "llguidance", "numpy")
 PREFIXES = ("MTPSERVE_", "TRITON_", "CUDA_", "HIP_", "HF_", "OMP_", "NCCL_", "TORCH_")
@@ -56,7 +57,8 @@ def lines_of(path: str) -> list[str]:
 
 def number_of_cores() -> int:
     """Returns how many cores the process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = allowed()
+    return os.cpu_count() or 1 if cores is None else len(cores)
 
 
 def processor() -> Facts:
