@@ -199,7 +199,7 @@ async def version() -> Response:
 
 
 def default_sampling(service: Service) -> DefaultSampling:
-    law: dict[str, Any] = service.chat_sampling.law
+    law: dict[str, Any] = service.chat_sampling.effective_values
     return DefaultSampling(**law, source=service.chat_sampling.source)
 
 

@@ -7,7 +7,7 @@ The first of these that is there counts:
     the model card   values that the model's makers publish: PUBLISHED
     mtpserve         GENERAL
 
-The last two are for chats alone; completions and token APIs keep the raw law. Each is one law, taken whole or
+The last two are for chats alone; completions and token APIs keep the raw distribution. Each is taken whole or
 not at all: a client that names a part of its own gets no part of another.
 """
 
@@ -57,7 +57,7 @@ WORDS: Mapping[Source, str] = {
     "checkpoint": "as the checkpoint says",
     "model card": "as the model card says",
     "mtpserve": "neither checkpoint nor model card says",
-    "raw": "the raw law",
+    "raw": "the model's own distribution",
 }
 
 
@@ -73,12 +73,14 @@ class ChatSampling:
         return {} if named and self.source != "checkpoint" else dict(self.values)
 
     @property
-    def law(self) -> dict[str, float | int]:
-        """The whole law of a chat that names nothing: each of SAMPLING_FIELDS."""
+    def effective_values(self) -> dict[str, float | int]:
+        """The values of a chat that names none: one for each of SAMPLING_FIELDS."""
         return {name: self.values.get(name, RAW[name]) for name in SAMPLING_FIELDS}
 
     def __str__(self) -> str:
-        values = ", ".join(f"{name} {value:g}" for name, value in self.law.items() if value != RAW[name])
+        values = ", ".join(
+            f"{name} {value:g}" for name, value in self.effective_values.items() if value != RAW[name]
+        )
         return f"{values or 'temperature 1'} ({WORDS[self.source]})"
 
 

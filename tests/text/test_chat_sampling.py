@@ -46,14 +46,14 @@ def test_any_other_model_has_the_general_values(tmp_path: Path) -> None:
 
 def test_the_name_that_the_api_shows_tells_the_model_too(tmp_path: Path) -> None:
     path = str(checkpoint(tmp_path / "0f3c", model_type="llama"))
-    assert chat_sampling(ModelConfig(model=path, served_model_name=("smollm2",)), stub()).law["temperature"] == 0.2
+    assert chat_sampling(ModelConfig(model=path, served_model_name=("smollm2",)), stub()).effective_values["temperature"] == 0.2
 
 
 def test_what_the_checkpoint_says_comes_first(tmp_path: Path) -> None:
     model = ModelConfig(model=str(checkpoint(tmp_path / "smollm2")))
     sampling = chat_sampling(model, stub({"top_k": 5}))
     assert sampling == ChatSampling("checkpoint", {"top_k": 5})
-    assert sampling.law == {"temperature": 1.0, "top_p": 1.0, "top_k": 5, "min_p": 0.0}
+    assert sampling.effective_values == {"temperature": 1.0, "top_p": 1.0, "top_k": 5, "min_p": 0.0}
     assert sampling.defaults(named=True) == {"top_k": 5}, "each field that a request leaves out"
 
 
@@ -62,7 +62,7 @@ def test_the_raw_law_is_there_for_who_asks_and_where_nobody_chats(tmp_path: Path
     for name in ("openai", "vllm"):
         assert chat_sampling(ModelConfig(model=path, sampling_defaults=name), stub()) == ChatSampling()
     assert chat_sampling(ModelConfig(model=path), stub(chat=False)) == ChatSampling()
-    assert ChatSampling().law == {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    assert ChatSampling().effective_values == {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 def test_the_values_hold_together() -> None:

@@ -143,7 +143,7 @@ async def stats(request: Request) -> Response:
         context_length=card.context_length,
         chat=service.tokenizer.has_chat_template,
         about=about(service),
-        default_sampling=service.chat_sampling.law | {"source": service.chat_sampling.source},
+        default_sampling=service.chat_sampling.effective_values | {"source": service.chat_sampling.source},
         page_size=card.page_size,
         stats=counted,
         tiers=tiers(counted),
