@@ -1,4 +1,4 @@
-"""Chats of a model for which nobody names any sampling; completions and token APIs keep the raw law."""
+"""Chats of a model for which nobody names any sampling; completions and token APIs keep the raw distribution."""
 
 from __future__ import annotations
 

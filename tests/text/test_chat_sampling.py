@@ -72,7 +72,7 @@ def test_the_values_hold_together() -> None:
 
 
 @pytest.mark.parametrize(("sampling", "words"), [
-    (ChatSampling(), "temperature 1 (the raw law)"),
+    (ChatSampling(), "temperature 1 (the model's own distribution)"),
     (ChatSampling("checkpoint", {"temperature": 0.6, "top_k": 20}), "temperature 0.6, top_k 20 (as the checkpoint says)"),
     (ChatSampling("mtpserve", GENERAL), "temperature 0.7, top_p 0.95, min_p 0.05 (neither checkpoint nor model card says)"),
 ])  # fmt: skip
