@@ -1,4 +1,4 @@
-"""`--help`: the options that people change, by subject; `--help all`: every option."""
+"""`--help`: the options that people change, by subject; `--help WORD`: those with a word; `--help all`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtpserve.cli.options import COMMON, Switch, all_options
+from mtpserve.core.errors import ConfigError
 
 MAX_CHOICES = 60  # characters; more are in docs/options.md and in the error for a wrong one
 MANY = 40  # a command with fewer options shows all of them
@@ -37,8 +38,10 @@ class Help(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        if values != "all":
+        if values is None:
             shorten(parser)
+        elif values != "all":
+            select(parser, values)
         parser.print_help()
         parser.exit()
 
@@ -52,4 +55,30 @@ def shorten(parser: argparse.ArgumentParser) -> None:
     for action in actions:
         if action.dest in rare:
             action.help = argparse.SUPPRESS
-    parser.epilog = f"{parser.prog} --help all lists all {len(actions)} options."
+    parser.epilog = (
+        f"{parser.prog} --help all lists all {len(actions)} options, --help WORD those with a word in their"
+        " names or in their group's title."
+    )
+
+
+def select(parser: argparse.ArgumentParser, word: str) -> None:
+    """Hides the options unless `word` is in their names or in the title of their group. Raises ConfigError if
+    nothing is left."""
+    groups = [group for group in parser._action_groups if group._group_actions]
+    titled = {
+        action
+        for group in groups
+        if word.lower() in (group.title or "").lower()
+        for action in group._group_actions
+    }
+    hidden = [
+        action
+        for action in parser._actions
+        if action not in titled and not any(word in name for name in action.option_strings)
+    ]
+    if len(hidden) == len(parser._actions):
+        subjects = ", ".join(repr(group.title) for group in groups[2:])
+        raise ConfigError(f"--help {word}: no option and no subject has this word; subjects: {subjects}")
+    for action in hidden:
+        action.help = argparse.SUPPRESS
+    parser.description = None

@@ -28,8 +28,8 @@ class Parser(argparse.ArgumentParser):
             "-h",
             "--help",
             action=Help,
-            metavar="all",
-            help="show the common options; --help all shows every option",
+            metavar="all|WORD",
+            help="show the common options, all of them, or those with a word in their name or subject",
         )
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:

@@ -61,6 +61,27 @@ def test_help_shows_common_options_and_help_all_every_one(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
+    ("word", "there", "not_there"),
+    [
+        ("Spec", ("--speculative-num-steps", "speculative decoding:"), ("--model", "scheduling:")),
+        ("cpu thr", ("--cpu-threads", "--cpu-affinity"), ("--port",)),
+        ("max-model-len", ("--context-length", "model and weights:"), ("--dtype", "speculative decoding:")),
+    ],
+)
+def test_help_with_a_word(capsys: pytest.CaptureFixture[str], word: str, there: tuple[str, ...], not_there: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["launch", "--help", word])
+    shown = capsys.readouterr().out
+    assert done.value.code == 0 and all(text in shown for text in there)
+    assert not any(re.search(rf"^ *{text}(,| |$)", shown, re.MULTILINE) for text in not_there)
+
+
+def test_help_with_an_unknown_word_names_the_subjects(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "--help", "zebra"]) != 0
+    assert "--help zebra: no option and no subject has this word; subjects: 'model and weights', " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("error", "code"),
     [(LoadError("/x/model.safetensors: no such file"), 1), (EngineDead("the engine process was killed by SIGKILL"), 1)],
 )
