@@ -120,8 +120,8 @@ class Hidden(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of the tokens that a step commits, by the target's own law. N is the largest number
-    of alternatives that a request wants."""
+    """Log-probabilities of the tokens that a step commits, by the target's distribution. N: the most
+    alternatives that a request wants."""
 
     token_logprobs: Tensor  # [R, D+1] float32
     ranks: Tensor  # [R, D+1] int64

@@ -47,8 +47,8 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def point_masses(self) -> bool:
-        """Its drafts are verified as such. Where they come from several sources, at most one knows the law
-        that it drew from."""
+        """Its drafts are verified as such. Where they come from several sources, at most one knows its
+        distribution."""
         return self.coupled or not self.request.plain
 
 

@@ -118,7 +118,7 @@ class ModelCard:
     context_length: int  # that a request may have
     eos_ids: tuple[int, ...]
     speculative_steps: int  # 0: plain decoding
-    lossy: bool = False  # acceptance thresholds below 1: the output's law is not the model's
+    lossy: bool = False  # acceptance thresholds below 1: the output's distribution is not the model's
     synthetic_acceptance: str | None = None  # the curve by which drafts are accepted: texts mean nothing
     page_size: int = 1  # tokens in one page of the KV pool
     capacity: int | None = None  # requests that may run and wait at once; None: any number

@@ -68,8 +68,8 @@ class Engine:
     `draft_depth` is the number of drafts to propose in each step; it stays what it is, since a seed's text
     may depend on it. What comes of a step does not depend on `overlap`; with 0 its events come with the call
     that launched it. While more requests run than `plain_above` no drafts are proposed: then a seed's text
-    may depend on the load, though its law does not. `fingerprint`: of all that KV depends on besides tokens;
-    None: no prefix cache. `long_rows`: of a long prompt in one step, beside other requests. `drafter`: the
+    may depend on the load; its distribution does not. `fingerprint`: of all that KV depends on besides
+    tokens; None: no prefix cache. `long_rows`: of a long prompt in one step, beside others. `drafter`: the
     draft model's name in traces and metrics. `captured`: depths of captured steps; `apart`: beside which
     prompts have passes of their own.
     """

@@ -199,8 +199,8 @@ async def version() -> Response:
 
 
 def default_sampling(service: Service) -> DefaultSampling:
-    law: dict[str, Any] = service.chat_sampling.effective_values
-    return DefaultSampling(**law, source=service.chat_sampling.source)
+    values: dict[str, Any] = service.chat_sampling.effective_values
+    return DefaultSampling(**values, source=service.chat_sampling.source)
 
 
 def model_object(service: Service, name: str) -> ModelObject:

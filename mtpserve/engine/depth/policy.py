@@ -17,7 +17,7 @@ times do not make a step slower than a plain one. Changes, which cost something 
 not drafted is not learned: now and then a step probes another depth (engine/depth/probes). So drafting comes
 back when the text changes.
 
-Texts do not depend on any of this. Greedy text never depends on drafts, and the law of a sampled text does
+Texts do not depend on any of this. Greedy text never depends on drafts; a sampled text's distribution does
 not. A request with a seed gets drafts that are coupled to the target's noise (spec/verify/accept), by which
 its text is that of plain decoding.
 """

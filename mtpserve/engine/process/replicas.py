@@ -7,7 +7,7 @@
 
 Where a request goes on, its next token is the one that the lost engine would have given: noise depends on the
 request's seed and a token's index alone, and seeds are drawn here. (Where rejection sampling accepts them,
-see spec/verify/accept, that holds for the law of the text.) A request that has lost several engines may be
+see spec/verify/accept, the text's distribution is the same.) A request that has lost several engines may be
 what kills them, and ends with the last one's error.
 """
 

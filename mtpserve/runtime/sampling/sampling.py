@@ -1,9 +1,8 @@
 """Logits to probabilities, per request: temperature, then top-k, top-p, min-p, each on what the one before it
 left; and the draws.
 
-Acceptance and proposals use the same transforms, so that tokens are proposed by the law that decides about
-them. Random numbers are a function of (seed, index of the token, stream): the rest of the batch cannot change
-them.
+Acceptance and proposals use the same transforms: the distribution that proposes tokens decides about them.
+Random numbers are a function of (seed, index of the token, stream): the rest of the batch cannot change them.
 
 A token is drawn by a race: each has its probability divided by exponential noise of its own, and the largest
 wins. A race with the same noise over a similar distribution mostly has the same winner, so that a random

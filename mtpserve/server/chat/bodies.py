@@ -63,7 +63,7 @@ class StreamOptions(Strict):
 
 
 class SpeculativeOptions(Strict):
-    """Ours: whether and how deep to draft for this request. The law of the output does not depend on it."""
+    """Ours: whether and how deep to draft for this request. The output's distribution is the same."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     shapes: ClassVar[dict[str, Schema]] = {"num_steps": {"minimum": 0, "maximum": MAX_STEPS}}
@@ -200,7 +200,7 @@ class GenerationRequest(SamplingFields, TransferFields):
 
     @property
     def names_sampling(self) -> bool:
-        """True if the request chooses a law of its own, or a part of one."""
+        """True if the request chooses a distribution of its own, or a part of one."""
         return any(getattr(self, name) is not None for name in SAMPLING_FIELDS)
 
     def speculation(self) -> Speculation:

@@ -28,16 +28,16 @@ def propose(logits: Tensor, req_indices: Tensor, index: Tensor, sampler: Sampler
     logits are not finite, it may propose any token, from a valid distribution."""
     if sampler.all_greedy:
         return logits.argmax(-1)
-    law = sampler.probs(valid(logits), req_indices)
+    probs = sampler.probs(valid(logits), req_indices)
     if sampler.all_coupled:
-        return sampler.choose(law, req_indices, index, DRAW)
+        return sampler.choose(probs, req_indices, index, DRAW)
     assert q is not None
-    q.copy_(law)
-    tokens, coupled = sampler.choose(law, req_indices, index, DRAFT), sampler.coupled(req_indices)
+    q.copy_(probs)
+    tokens, coupled = sampler.choose(probs, req_indices, index, DRAFT), sampler.coupled(req_indices)
     return (
         tokens
         if coupled is None
-        else torch.where(coupled, sampler.choose(law, req_indices, index, DRAW), tokens)
+        else torch.where(coupled, sampler.choose(probs, req_indices, index, DRAW), tokens)
     )
 
 

@@ -44,7 +44,7 @@ class LawTest:
 
     @property
     def holds(self) -> bool:
-        """True if the law is the same. Differing texts are checked for all features
+        """True if the distribution is the same. Differing texts are checked for all features
         together."""
         return self.p_value > CHANCE
 
@@ -76,7 +76,8 @@ def divergence_at(number: int, position: int, score: TokenLogprob, token: int) -
 
 
 def two_sample(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:
-    """Returns the probability of counts that differ at least so much, if both have one law (chi-square)."""
+    """Returns the probability of counts that differ at least so much, if both come from one distribution
+    (chi-square)."""
     import torch
 
     first, second = Counter(one), Counter(other)

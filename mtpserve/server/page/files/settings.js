@@ -7,7 +7,7 @@ const NUMBERS = {
   frequency_penalty: "talk-frequency-penalty", max_tokens: "talk-max-tokens", seed: "talk-seed",
 };
 // Who names the values of a chat that names none. The last two do not fill what a request leaves out once it names a part: then all are sent.
-const SOURCES_OF_LAW = { checkpoint: "the checkpoint's", raw: "the model's own distribution", "model card": "the model card's", mtpserve: "mtpserve's for chats" };
+const SAMPLING_SOURCES = { checkpoint: "the checkpoint's", raw: "the model's own distribution", "model card": "the model card's", mtpserve: "mtpserve's for chats" };
 const LAW = ["temperature", "top_p", "top_k", "min_p"], OWN_LAW = ["model card", "mtpserve"];
 const MAX_TOKENS = "2048", SETTING_FIELDS = [...Object.values(NUMBERS), "system", "tools", "tool-choice"];
 
@@ -47,7 +47,7 @@ function suitSettings(state) {
   const none = { presence_penalty: 0, frequency_penalty: 0 }, values = { ...none, ...state.default_sampling };
   for (const [name, id] of Object.entries(NUMBERS)) if (values[name] !== undefined) $(id).placeholder = values[name];
   $("talk-max-tokens").placeholder = `${whole(state.context_length)}: the context`;
-  say("law-note", `An empty field uses the value in grey: ${SOURCES_OF_LAW[state.default_sampling.source]}. This browser keeps the settings.`);
+  say("sampling-note", `An empty field uses the value in grey: ${SAMPLING_SOURCES[state.default_sampling.source]}. This browser keeps the settings.`);
   say("hello", `Talk to ${state.model}`);
   summarise();
 }
