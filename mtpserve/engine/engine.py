@@ -32,7 +32,7 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import root
 from mtpserve.config import SchedulerConfig
 from mtpserve.config.drafters import MTP
-from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, QueueFull
+from mtpserve.core.errors import ConfigError, InvalidRequest, QueueFull
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.protocols.runner import Launched, ModelRunner
 from mtpserve.core.request import ModelCard, Request, TokenEvent
@@ -45,11 +45,12 @@ from mtpserve.engine.depth.clock import StepClock
 from mtpserve.engine.depth.policy import DepthPolicy, report
 from mtpserve.engine.depth.step_shapes import passes_of
 from mtpserve.engine.depth.watchdog import Watchdog
-from mtpserve.engine.faults import is_fatal
+from mtpserve.engine.faults import require_device
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.integrity import check_integrity
 from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.parallel.ticks import Ticks
+from mtpserve.engine.process.controls import Controls
 from mtpserve.engine.process.core_share import CoreShare
 from mtpserve.engine.queue import SchedulingPolicy
 from mtpserve.engine.scheduler import Scheduler
@@ -115,6 +116,7 @@ class Engine:
         )  # fmt: skip
         # others where experts are shared, and on a CPU
         self._drafter, self.ticks, self.cores = drafter, Ticks(), CoreShare()
+        self.controls, self.weight_version = Controls(), "default"
         self._stats = new_stats(sizes.depth, pages.total, drafter)
 
     @property
@@ -129,11 +131,7 @@ class Engine:
     def changes_idle(self) -> bool:
         """Something may change while there is no work: what is kept for other nodes is free once they have
         it."""
-        return (
-            self._kv_connector is not None
-            and self._kv_connector.sender is not None
-            and self._kv_connector.sender.open
-        )
+        return self._kv_connector is not None and self._kv_connector.is_sending
 
     @property
     def stats(self) -> EngineStats:
@@ -143,6 +141,7 @@ class Engine:
         self._stats.pages_used, self._stats.pages_cached = self._pages.num_used_pages, self._pages.cached
         if self._kv_connector is not None:
             self._kv_connector.report(self._stats, self._scheduler.waiting)
+        self._stats.weight_version = self.weight_version
         self._stats.preemptions_total = self._scheduler.preemptions
         self._stats.depths = None if self.policy is None else self.policy.state
         self._stats.draft_health = self.watchdog.health
@@ -251,6 +250,10 @@ class Engine:
         self._publish()
         return events
 
+    def settle(self) -> list[TokenEvent]:
+        """The events of all steps in flight: none is afterwards."""
+        return self._commit(leave=0)
+
     def _publish(self) -> None:
         if self._observer is not None:
             self._observer.publish()
@@ -337,18 +340,8 @@ class Engine:
             self.policy.stepped(step, passes, seconds)
 
     def _fail(self, reqs: list[RequestState], error: Exception) -> list[TokenEvent]:
-        _require_device(error)
+        require_device(error)
         # The traceback is for the log; a client learns the kind of error and no more.
         log.error("a step failed, requests in it: %d", len(reqs), exc_info=error)
         message = f"the engine failed in the step that computed this request: {type(error).__name__}"
         return self._observed(self._scheduler.fail(reqs, message))
-
-
-def _require_device(error: Exception) -> None:
-    """Raises EngineDead where no other step can come to anything."""
-    if isinstance(error, EngineDead):
-        raise error
-    if is_fatal(error):
-        reason = str(error).partition("\n")[0]  # what follows is advice for CUDA's developers
-        log.debug("the device has failed", exc_info=error)  # the receiver of EngineDead logs its message
-        raise EngineDead(f"the device has failed: {reason}") from error

@@ -10,6 +10,7 @@ import pytest
 
 from mtpserve.core.errors import EngineBusy, EngineDead, LoadError, QueueFull, RequestFailed
 from mtpserve.core.profile import ProfileChange, ProfileReport
+from mtpserve.core.protocols.control import Calls, Reply
 from mtpserve.core.request import Finish, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.stats.engine_stats import EngineStats
@@ -35,6 +36,7 @@ class Local:
         self.counted = EngineStats(pages_total=10)
         self.held = asyncio.Event()  # tokens come while it is set
         self.held.set()
+        self.replies: list[Reply] = []  # to the next calls
         self.stopped = self.hung = False
 
     async def start(self) -> None:
@@ -89,6 +91,11 @@ class Local:
         if self.dead is not None:
             raise EngineDead(self.dead)
         return REPORT
+
+    async def control(self, call: Calls) -> Reply:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        return self.replies.pop() if self.replies else Reply(values={"engine": self.number})
 
     async def profile(self, change: ProfileChange) -> ProfileReport:
         if self.dead is not None:

@@ -9,6 +9,7 @@ import msgspec
 
 from mtpserve.core.errors import EngineDead, RequestFailed
 from mtpserve.core.profile import ProfileChange, ProfileReport
+from mtpserve.core.protocols.control import Calls, Reply
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import EngineState, SpecChange, SpecReport
@@ -63,6 +64,9 @@ class FakeClient:
         if self.dead is not None:
             raise EngineDead(self.dead)
         return {0: self.engine.set_spec(change)}
+
+    async def control(self, call: Calls) -> Reply:
+        return self.engine.controls.take(call).check()
 
     async def profile(self, change: ProfileChange) -> list[ProfileReport]:
         self.profiles.append(change)

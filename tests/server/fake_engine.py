@@ -15,6 +15,7 @@ from mtpserve.cli.options import parsed_values, settings
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, MTPServeError, QueueFull
 from mtpserve.core.plan import NOTHING_ALLOWED
+from mtpserve.core.protocols.control import Reply, SetWeightVersion
 from mtpserve.core.request import Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.spec_sizes import SpecSizes
@@ -22,6 +23,7 @@ from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import SpecChange, SpecReport
 from mtpserve.engine.depth.policy import DepthPolicy, report
 from mtpserve.engine.parallel.ticks import Ticks
+from mtpserve.engine.process.controls import Controls
 from mtpserve.engine.process.core_share import CoreShare
 
 FACTORY = "tests.server.fake_engine:build"
@@ -40,7 +42,8 @@ class FakeEngine:
         self.stats.depths = self.policy.state
         self.pause = pause
         self.live: dict[str, tuple[Request, int]] = {}
-        self.ticks, self.cores = Ticks(), CoreShare()
+        self.ticks, self.cores, self.controls = Ticks(), CoreShare(), Controls()
+        self.controls.add(SetWeightVersion, self.set_version)
         self.cache: set[int] = set()  # hashes of prompts up to the end of a page
         self.found: dict[str, int] = {}  # tokens in it, for each live request
 
@@ -86,9 +89,20 @@ class FakeEngine:
         self.stats.depths = None if self.policy is None else self.policy.state
         return report(self.policy, self.card.speculative_steps, self.stats)
 
+    def set_version(self, call: SetWeightVersion) -> Reply:
+        if call.weight_version == "broken":
+            raise RuntimeError("it broke")
+        if call.weight_version == "bad":
+            raise InvalidRequest("weight_version: it is bad", "weight_version")
+        self.stats.weight_version = call.weight_version
+        return Reply(values={"name": call.weight_version})
+
     def fix_depth(self, steps: int) -> None:
         """As an engine that was started so."""
         self.card, self.policy, self.stats.depths = replace(self.card, speculative_steps=steps), None, None
+
+    def settle(self) -> list[TokenEvent]:
+        return []
 
     def step(self) -> list[TokenEvent]:
         time.sleep(self.pause)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence as Seq
 from typing import Protocol
 
 from mtpserve.core.profile import ProfileChange, ProfileReport
+from mtpserve.core.protocols.control import Calls, Reply
 from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import EngineState, SpecChange, SpecReport
@@ -48,6 +49,11 @@ class EngineClient(RequestClient, Protocol):
     async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
         """Set the depth of later proposals, where it is not fixed; an empty change only asks. The reports of
         the engines that are up, at least one, by number. Raises EngineDead."""
+        ...
+
+    async def control(self, call: Calls) -> Reply:
+        """Has every engine that is up, and each of its ranks, do what the call says between two steps, with
+        none in flight. Raises InvalidRequest or RequestFailed where one has not done it, and EngineDead."""
         ...
 
     async def profile(self, change: ProfileChange) -> Seq[ProfileReport]:

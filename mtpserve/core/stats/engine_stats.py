@@ -65,6 +65,11 @@ def worst_health(values: Sequence[DraftHealth]) -> DraftHealth:
     return replace(worst, faults_total=sum(health.faults_total for health in values))
 
 
+def last_version(values: Sequence[str]) -> str:
+    """The last engine's that says one."""
+    return next((version for version in reversed(values) if version), "")
+
+
 # Buckets of EngineStats.step_tokens: the tokens of a step, at most. One more is for all above.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 STEP_HELP = "Tokens that one step computes: prompt tokens and generated tokens."
@@ -168,6 +173,7 @@ class EngineStats:
             lambda depths: 0 if depths is None else depths.trials_total,
         ),
     )
+    weight_version: str = state(str, last_version)  # the operator's name of the weights; "": not known
     draft_health: DraftHealth = state(
         DraftHealth,
         worst_health,

@@ -264,6 +264,11 @@ class KVConnector(HostMemory):
         elif good:
             self._bad.pop((moved.group, moved.key), None)
 
+    @property
+    def is_sending(self) -> bool:
+        """True while pages are kept for other nodes."""
+        return self.sender is not None and self.sender.open
+
     def report(self, stats: EngineStats, waiting_requests: Sequence[Live]) -> None:
         """`waiting_requests`: the requests that have no seat."""
         pulls = self.receiver if self.receiver is not None and self.receiver.pending else None

@@ -22,6 +22,7 @@ from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineDead, LoadError, MTPServeError
 from mtpserve.core.plan import StepPlan, StepResult, Transferred
 from mtpserve.core.profile import ProfileChange
+from mtpserve.core.protocols.control import Calls, Reply
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.spec_sizes import SpecShape
 
@@ -85,6 +86,16 @@ class ProfileRank(RankMessage, frozen=True):
     change: ProfileChange
 
 
+class ControlRank(RankMessage, frozen=True):
+    """Answered by RankReply."""
+
+    call: Calls
+
+
+class RankReply(RankMessage, frozen=True):
+    reply: Reply
+
+
 class Reached(RankMessage, frozen=True):
     stage: Literal["loaded", "ready"]
 
@@ -109,8 +120,8 @@ class Failed(RankMessage, frozen=True):
         return {"config": ConfigError, "load": LoadError}[self.kind](self.message)
 
 
-Order = StartRank | Room | LaunchStep | Read | FinishTick | Reshape | Prepare | ProfileRank
-Answer = Room | Reached | Moved | Failed
+Order = StartRank | Room | LaunchStep | Read | FinishTick | Reshape | Prepare | ProfileRank | ControlRank
+Answer = Room | Reached | Moved | RankReply | Failed
 ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 

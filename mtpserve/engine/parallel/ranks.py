@@ -29,6 +29,7 @@ from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineDead, MTPServeError
 from mtpserve.core.logs import current_format
 from mtpserve.core.plan import StepPlan, StepResult, Transferred
+from mtpserve.core.protocols.control import Calls, Reply
 from mtpserve.core.protocols.parallel import ALONE, Ranks
 from mtpserve.core.protocols.runner import Launched, ModelRunner
 from mtpserve.core.sampling import GrammarSpec
@@ -36,11 +37,13 @@ from mtpserve.core.spec_sizes import SpecShape, SpecSizes
 from mtpserve.engine.parallel.rank_messages import (
     ANSWERS,
     Answer,
+    ControlRank,
     Failed,
     LaunchStep,
     Moved,
     Order,
     Prepare,
+    RankReply,
     Reached,
     Read,
     Reshape,
@@ -56,7 +59,7 @@ from mtpserve.runtime.remote.shared_memory import make_file
 
 log = logging.getLogger(__name__)
 
-A = TypeVar("A", Room, Reached)
+A = TypeVar("A", Room, Reached, RankReply)
 
 LAST_WORDS_S = 2.0  # after a step has failed: how long until it must be known which rank has ended
 STUCK_S = 30.0  # how long rank 0 may wait on its device for a rank that has ended, before it ends itself
@@ -154,6 +157,15 @@ class RankProcesses:
 
     def prepare(self, spec: GrammarSpec) -> None:
         self.tell(Prepare(spec))
+
+    def control(self, call: Calls, take: Callable[[Calls], Reply]) -> Reply:
+        """Has all ranks do what the call says; `take` does it in this one. Returns the first reply of a rank
+        that has not done it, or this rank's."""
+        with self.together():
+            self.tell(ControlRank(call))
+            reply = take(call)
+            replies = [reply, *(answer.reply for answer in self._receive_all(RankReply))]
+        return next((other for other in replies if other.error), reply)
 
     def check(self) -> None:
         """Raises what the first rank that has ended left behind."""

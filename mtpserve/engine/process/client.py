@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from time import monotonic, monotonic_ns
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -30,6 +30,7 @@ from mtpserve.config import EngineConfig
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown, quantity
 from mtpserve.core.heartbeat import Heartbeat
 from mtpserve.core.profile import ProfileChange, ProfileReport
+from mtpserve.core.protocols.control import Calls, Reply
 from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import SpecChange, SpecReport
@@ -39,6 +40,8 @@ from mtpserve.engine.process.messages import (
     OUTBOX,
     PULSE_FILE,
     Abort,
+    Control,
+    Controlled,
     Down,
     Events,
     Fatal,
@@ -61,6 +64,7 @@ from mtpserve.engine.process.messages import (
 from mtpserve.engine.process.process import DEFAULT_FACTORY
 
 log = logging.getLogger(__name__)
+A = TypeVar("A")
 
 MAX_UNREAD = 4096  # events that wait for a reader before its request is aborted
 MAX_AT_ONCE = 32  # events at once, for a reader that is late
@@ -174,6 +178,7 @@ class ProcessClient:
         self._spec_reports: deque[asyncio.Future[SpecReport]] = deque()
         self._excused = 0.0  # until then silence means nothing; monotonic's
         self._profile_reports: deque[asyncio.Future[ProfileReport]] = deque()  # the same
+        self._replies: deque[asyncio.Future[Reply]] = deque()  # the same
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -279,24 +284,28 @@ class ProcessClient:
     async def set_spec(self, change: SpecChange) -> SpecReport:
         """Changes what depths may be chosen, where they are not fixed. The engine answers between two steps.
         Raises EngineDead."""
-        if self.dead is not None:
-            raise EngineDead(self.dead)
-        self._send(SetSpec(change))
-        self._spec_reports.append(asyncio.get_running_loop().create_future())
-        return await self._spec_reports[-1]
+        return await self._ask(SetSpec(change), self._spec_reports)
 
     async def profile(self, change: ProfileChange) -> ProfileReport:
         """Begins or ends a trace of what the engine computes, between two steps. Raises EngineDead."""
-        if self.dead is not None:
-            raise EngineDead(self.dead)
-        self._send(Profile(change))
-        self._profile_reports.append(asyncio.get_running_loop().create_future())
-        return await self._profile_reports[-1]
+        return await self._ask(Profile(change), self._profile_reports)
+
+    async def control(self, call: Calls) -> Reply:
+        """Has the engine and its ranks do what the call says, between two steps, with none in flight. The
+        reply says whether it was done. Raises EngineDead."""
+        return await self._ask(Control(call), self._replies)
 
     def stats(self) -> EngineStats:
         return self._stats
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    async def _ask(self, message: Down, answers: deque[asyncio.Future[A]]) -> A:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        self._send(message)
+        answers.append(asyncio.get_running_loop().create_future())
+        return await answers[-1]
 
     def _send(self, message: Down) -> None:
         if not self._requests.closed:
@@ -326,6 +335,9 @@ class ProcessClient:
             case Profiled(profile):
                 if not (profile_future := self._profile_reports.popleft()).done():
                     profile_future.set_result(profile)
+            case Controlled(reply):
+                if not (reply_future := self._replies.popleft()).done():
+                    reply_future.set_result(reply)
             case Rejected(id):
                 self._end(id, message.error())
             case Started():
@@ -391,7 +403,11 @@ class ProcessClient:
         elif kind is EngineDead and self._ready.exception() is None:  # else start() says it
             log.error("%s", reason)
         self._death.set_result(reason)
-        open_answers: list[asyncio.Future[Any]] = [*self._spec_reports, *self._profile_reports]
+        open_answers: list[asyncio.Future[Any]] = [
+            *self._spec_reports,
+            *self._profile_reports,
+            *self._replies,
+        ]
         for future in open_answers:
             if not future.done():
                 future.set_exception(kind(reason))

@@ -15,6 +15,7 @@ import msgspec
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, MTPServeError, QueueFull
 from mtpserve.core.profile import ProfileChange, ProfileReport
+from mtpserve.core.protocols.control import Calls, Reply
 from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import SpecChange, SpecReport
@@ -64,6 +65,12 @@ class Profile(Message, frozen=True):
     change: ProfileChange
 
 
+class Control(Message, frozen=True):
+    """Answered by Controlled, in their order."""
+
+    call: Calls
+
+
 class Shutdown(Message, frozen=True):
     """End now, whatever runs. Draining is the front end's business: it stops submitting and waits for its
     streams."""
@@ -89,12 +96,16 @@ class Spec(Message, frozen=True):
 
 
 class Silent(Message, frozen=True):
-    """The process writes a trace until its next message, and gives no other sign of life: no thread goes on
-    meanwhile."""
+    """The process writes a trace or does what a call says until its next message, and gives no other sign of
+    life: no thread goes on meanwhile."""
 
 
 class Profiled(Message, frozen=True):
     report: ProfileReport
+
+
+class Controlled(Message, frozen=True):
+    reply: Reply
 
 
 class Rejected(Message, frozen=True):
@@ -119,8 +130,8 @@ class Fatal(Message, frozen=True):
         return {"config": ConfigError, "load": LoadError, "engine": EngineDead}[self.kind](self.message)
 
 
-Down = Start | Submit | Join | Abort | ResetCache | SetSpec | Profile | Shutdown
-Up = Started | Ready | Events | Spec | Silent | Profiled | Rejected | Fatal
+Down = Start | Submit | Join | Abort | ResetCache | SetSpec | Profile | Control | Shutdown
+Up = Started | Ready | Events | Spec | Silent | Profiled | Controlled | Rejected | Fatal
 
 INBOX = "requests"  # names of the two sockets in the private directory
 OUTBOX = "events"

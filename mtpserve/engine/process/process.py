@@ -36,12 +36,15 @@ from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import SpecChange, SpecReport
 from mtpserve.engine.parallel.ticks import State, Ticks
+from mtpserve.engine.process.controls import Controls
 from mtpserve.engine.process.core_share import CoreShare
 from mtpserve.engine.process.messages import (
     INBOX,
     OUTBOX,
     PULSE_FILE,
     Abort,
+    Control,
+    Controlled,
     Down,
     Events,
     Fatal,
@@ -87,6 +90,7 @@ class EngineLike(Protocol):
 
     ticks: Ticks
     cores: CoreShare
+    controls: Controls
 
     @property
     def card(self) -> ModelCard: ...
@@ -102,6 +106,7 @@ class EngineLike(Protocol):
     def reset_prefix_cache(self) -> None: ...
     def set_spec(self, change: SpecChange) -> SpecReport: ...
     def step(self) -> list[TokenEvent]: ...
+    def settle(self) -> list[TokenEvent]: ...
     def check_integrity(self) -> None: ...
     def check_alive(self) -> None: ...
 
@@ -180,6 +185,12 @@ class Inbox:
                 self.pipe.send(Spec(self.engine.set_spec(change)))
             case Profile(change):
                 self.pipe.send(Profiled(self.profiling.take(change)))
+            case Control(call):
+                self.pipe.send(Events(self.engine.settle(), self.engine.stats))
+                self.pipe.send(Silent())
+                reply = self.engine.controls.take(call)
+                self.pipe.send(Events([], self.engine.stats))  # of what has changed, before the reply
+                self.pipe.send(Controlled(reply))
             case Join(number):
                 self.engine.ticks.heard = number
             case Shutdown():

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence as Seq
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence as Seq
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from random import Random, SystemRandom
 from time import monotonic
-from typing import Literal
+from typing import Literal, TypeVar
 
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown, quantity
 from mtpserve.core.profile import ProfileChange, ProfileReport
+from mtpserve.core.protocols.control import Calls, Reply
 from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import EngineState, SpecChange, SpecReport
@@ -32,6 +33,7 @@ from mtpserve.engine.process.client import ProcessClient
 from mtpserve.engine.process.totals import counters, total
 
 log = logging.getLogger(__name__)
+A = TypeVar("A")
 
 # An engine has much more to do with more than so many requests beyond another's, and more than so many times
 # as many.
@@ -363,29 +365,31 @@ class Replicas:
 
     async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
         """Applies the change to all engines that are up. Raises EngineDead."""
-        up = [replica for replica in self._replicas if replica.state == "up"]
-        reports = await asyncio.gather(
-            *(replica.client.set_spec(change) for replica in up), return_exceptions=True
-        )
-        spec_reports = {
-            replica.number: report
-            for replica, report in zip(up, reports, strict=True)
-            if isinstance(report, SpecReport)
-        }
-        if not spec_reports:
-            raise EngineDead(self.dead or "no engine is up")
-        return spec_reports
+        return await self._ask_each(lambda client: client.set_spec(change))
 
     async def profile(self, change: ProfileChange) -> list[ProfileReport]:
         """Profiles all engines that are up. Raises EngineDead."""
+        return list((await self._ask_each(lambda client: client.profile(change))).values())
+
+    async def control(self, call: Calls) -> Reply:
+        """Has all engines that are up do what the call says, between two steps of each. Raises EngineDead,
+        and what Reply.check raises of the first engine that has not done it."""
+        replies = await self._ask_each(lambda client: client.control(call))
+        first, *_ = [reply.check() for reply in replies.values()]
+        return first
+
+    async def _ask_each(self, ask: Callable[[ProcessClient], Awaitable[A]]) -> dict[int, A]:
+        """The answers of the engines that are up, by number: at least one. Raises EngineDead."""
         up = [replica for replica in self._replicas if replica.state == "up"]
-        reports = await asyncio.gather(
-            *(replica.client.profile(change) for replica in up), return_exceptions=True
-        )
-        profile_reports = [report for report in reports if isinstance(report, ProfileReport)]
-        if not profile_reports:
+        answers = await asyncio.gather(*(ask(replica.client) for replica in up), return_exceptions=True)
+        received = {
+            replica.number: answer
+            for replica, answer in zip(up, answers, strict=True)
+            if not isinstance(answer, BaseException)
+        }
+        if not received:
             raise EngineDead(self.dead or "no engine is up")
-        return profile_reports
+        return received
 
     def stats(self) -> EngineStats:
         return total([replica.stats() for replica in self._replicas])

@@ -25,6 +25,7 @@ from mtpserve.engine.pages.kv_offload import TierOptions
 from mtpserve.engine.parallel.rank_messages import Order, Reached, Room, SharedFiles, Wire
 from mtpserve.engine.parallel.ranks import RankProcesses, joined
 from mtpserve.engine.parallel.spread import meet, ticks_of
+from mtpserve.engine.process.controls import Controls
 from mtpserve.engine.startup.assemble import EngineOptions, EngineSizes, assemble, computing
 from mtpserve.engine.startup.compute import backend_of, described, kernels_of
 from mtpserve.engine.startup.drafter import plan_engine
@@ -32,6 +33,7 @@ from mtpserve.engine.startup.fingerprint import facts, fingerprint
 from mtpserve.engine.startup.planning import Plan, load_model, overlap_of, positions
 from mtpserve.engine.startup.recording import header_of, recorder_of
 from mtpserve.engine.startup.threads import bind, core_share
+from mtpserve.engine.updates.weight_updates import WeightUpdates
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.quant.int8 import Int8
@@ -281,9 +283,9 @@ def in_room(engine_plan: Plan, room: Room) -> Plan:
 
 def build_rank(
     config: EngineConfig, wire: Wire[Order], files: SharedFiles
-) -> tuple[Runner, PreparedGrammars | None, Callable[[], None]] | None:
-    """Builds the runner in a process of rank 1 and up. Returns it with its grammars and the end of a tick;
-    None if rank 0 has given up. Raises LoadError, ConfigError and EngineDead."""
+) -> tuple[Runner, PreparedGrammars | None, Callable[[], None], Controls] | None:
+    """Builds the runner in a process of rank 1 and up. Returns it with its grammars, the end of a tick and
+    what it does with calls; None if rank 0 has given up. Raises LoadError, ConfigError and EngineDead."""
     bind(config)
     processors, engine_plan = load_processors(config.sampling.logits_processors), plan_engine(config)
     wire.send(room_of(engine_plan.memory))
@@ -300,10 +302,11 @@ def build_rank(
         below=below_of(config, engine_plan, files.pages),
     )
     parts, spread = computing(model, sizes_of(engine_plan), options), engine_plan.described.spread
+    controls = Controls()
     if spread is None:
-        return parts.runner, parts.grammars, lambda: None
+        return parts.runner, parts.grammars, lambda: None, controls
     meet(config, spread, engine_plan.described.arch, engine_plan.dtype, engine_plan.device)
-    return parts.runner, parts.grammars, spread.finish
+    return parts.runner, parts.grammars, spread.finish, controls
 
 
 def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
@@ -354,6 +357,7 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
     if spread is not None:
         engine.ticks = ticks_of(spread, meet(config, spread, arch, engine_plan.dtype, device), others)
     engine.cores = core_share(config)
+    WeightUpdates(engine)
     engine.card = replace(
         engine.card,
         synthetic_acceptance=None if curve is None else curve.name,

@@ -25,6 +25,7 @@ from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.parallel.rank_messages import (
     ORDERS,
+    ControlRank,
     Failed,
     FinishTick,
     LaunchStep,
@@ -32,6 +33,7 @@ from mtpserve.engine.parallel.rank_messages import (
     Order,
     Prepare,
     ProfileRank,
+    RankReply,
     Reached,
     Read,
     Reshape,
@@ -114,12 +116,16 @@ def compute(wire: Wire[Order], files: SharedFiles) -> None:
     parts = build_rank(start.config, wire, files)
     if parts is None:
         return
-    follower, trimmed = Follower(*parts, Profiling(start.config.replica, start.config.rank)), perf_counter()
+    runner, grammars, finish_tick, controls = parts
+    follower = Follower(runner, grammars, finish_tick, Profiling(start.config.replica, start.config.rank))
+    trimmed = perf_counter()
     gc.collect()
     gc.freeze()
     wire.send(Reached("ready"))
     while (order := wire.receive()) is not None:
-        if ended := follower.follow(order):
+        if isinstance(order, ControlRank):
+            wire.send(RankReply(controls.take(order.call)))
+        elif ended := follower.follow(order):
             wire.send(Moved(ended))
         if perf_counter() - trimmed > TRIM_S:
             give_back()
