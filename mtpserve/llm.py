@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mtpserve.config import SECTIONS, EngineConfig
 from mtpserve.config.options import check
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, RequestFailed
+from mtpserve.core.protocols.control import Call, Reply
 from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.text.detokenizer import Detokenizer
@@ -175,6 +176,7 @@ class LLM:
         self.engine: Engine = build(self.config, progress=sys.stderr.isatty())
         self.config = replace(self.config, spec=as_chosen(self.config.spec, self.engine.card))
         self._ids = itertools.count()
+        self._late: list[TokenEvent] = []  # of steps that were read before a call
 
     def __enter__(self) -> Self:
         return self
@@ -190,6 +192,26 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Later prompts find nothing that was computed before."""
         self.engine.reset_prefix_cache()
+
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, Any]], *, weight_version: str | None = None
+    ) -> None:
+        """New weights by a checkpoint's names, all or some. Open streams go on, their texts computed again.
+        Each GiB is checked before it is written. Raises LoadError, which names the tensor, and
+        InvalidRequest."""
+        import_module("mtpserve.engine.updates.named_updates").update(
+            self.control, named_tensors, weight_version
+        )
+
+    @property
+    def weight_version(self) -> str:
+        return self.engine.weight_version
+
+    def control(self, call: Call) -> Reply:
+        """Has the engine do what an operator's call says, with no step in flight. Raises InvalidRequest and
+        RequestFailed."""
+        self._late += self.engine.settle()
+        return self.engine.controls.take(call).check()
 
     def sampling(self, **values: Any) -> SamplingParams:
         """The model's recommended sampling parameters, overridden by `values`."""
@@ -329,7 +351,8 @@ class LLM:
         return True
 
     def _step(self, outputs: dict[str, OfflineRequest], live: set[str]) -> Iterator[tuple[str, StreamStep]]:
-        for event in self.engine.step():
+        events, self._late = self._late, []
+        for event in [*events, *self.engine.step()]:
             if event.id not in live:  # ended by a stop string, or by the caller
                 continue
             step = outputs[event.id].take(event)

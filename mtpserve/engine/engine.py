@@ -224,6 +224,14 @@ class Engine:
                 req.draft.acceptance_factor = 1.0
         return report(self.policy, self._draft_depth, self.stats)
 
+    def renew(self, fingerprint: bytes | None) -> None:
+        """The weights are new."""
+        self.fingerprint = fingerprint
+        self._scheduler.renew(fingerprint)
+        self.set_spec(SpecChange(reset=True))
+        self.watchdog.renew()
+        self._publish()
+
     def draft_with(self, shape: SpecShape) -> None:
         """From now on all requests are drafted for in this shape. Only while nothing runs; raises ConfigError
         for more than was built."""
@@ -251,7 +259,7 @@ class Engine:
         return events
 
     def settle(self) -> list[TokenEvent]:
-        """The events of all steps in flight: none is afterwards."""
+        """Commits all steps in flight."""
         return self._commit(leave=0)
 
     def _publish(self) -> None:

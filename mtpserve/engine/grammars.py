@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from threading import Lock
+from typing import cast
 
 from mtpserve.core.protocols.grammars import Grammar, GrammarCompiler
 from mtpserve.core.sampling import GrammarSpec
@@ -39,3 +42,20 @@ class PreparedGrammars:
                     del self._ready[index]
                     return grammar
         return self._compiler.compile(spec)
+
+
+class LazyGrammars:
+    """core.protocols.GrammarCompiler, made when the first request has a grammar: most engines never see
+    one."""
+
+    def __init__(self, tokenizer: Path, vocab: int, eos_ids: tuple[int, ...]) -> None:
+        self.arguments = tokenizer, vocab, eos_ids
+        self.compiler: GrammarCompiler | None = None
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        if self.compiler is None:
+            self.compiler = cast(
+                GrammarCompiler,
+                import_module("mtpserve.text.grammars.grammar").LLGuidanceCompiler(*self.arguments),
+            )
+        return self.compiler.compile(spec)

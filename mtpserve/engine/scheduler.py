@@ -223,10 +223,10 @@ class Scheduler:
         self.pages.extend(req.cache.blocks, missing)
         req.cache.has_new_blocks = True
 
-    def _preempt_last(self) -> RequestState:
+    def _preempt_last(self, trusted: bool = True) -> RequestState:
         req = self.running.pop()
         assert not req.in_flight, "what it is getting would be lost"
-        self._unseat(req)
+        self._unseat(req, trusted)
         req.num_computed_tokens = req.cache.num_stored_tokens = req.num_scheduled_tokens = (
             req.cache.num_state_tokens
         ) = 0
@@ -244,6 +244,15 @@ class Scheduler:
     def forget(self) -> None:
         """Empty the prefix cache."""
         self.prefixes.forget(self.running)
+
+    def renew(self, fingerprint: bytes | None) -> None:
+        """All KV is void, and what is computed from now on depends on another fingerprint. Requests that run
+        are computed again."""
+        while self.running:
+            self._preempt_last(trusted=False)
+        self.forget()
+        for req in self.live.values():
+            self.prefixes.rekey(req, fingerprint)
 
     # ---------------------------------------------------------------------------------------------- commit
 

@@ -220,6 +220,9 @@ class DecoderModel(nn.Module):
         self.mtp_head: nn.Module | None = None  # the checkpoint's own MTP layers, see layers/mtp_modules
         self.draft: nn.Module | None = None  # a draft model of another kind, see heads/
         self.kernels = kernels
+        self.subset_heads: list[
+            tuple[Tensor, VocabularyHead]
+        ] = []  # copies of the head's rows of these tokens
         self.run_layers: RunLayers
 
     def finish_loading(self) -> None:
@@ -248,6 +251,11 @@ class DecoderModel(nn.Module):
     def logits_of(self, tokens: Tensor) -> HeadProduct:
         """Returns the product for drafting: `logits` of these tokens [n] alone, [rows, hidden] → [rows, n]
         float32, by a copy of the head's rows."""
+        head = self.subset_head(tokens)
+        self.subset_heads.append((tokens, head))
+        return lambda hidden: head(hidden, torch.float32)
+
+    def subset_head(self, tokens: Tensor) -> VocabularyHead:
         subset_head = VocabularyHead(
             self.arch.hidden, len(tokens), self.methods.draft_head or self.methods.head, self.kernels.ranks
         )
@@ -255,4 +263,4 @@ class DecoderModel(nn.Module):
         mine = rows[shard.first : shard.first + shard.rows]
         subset_head.weight = nn.Parameter(F.pad(mine, (0, 0, 0, shard.rows - len(mine))), requires_grad=False)
         subset_head.finish_loading()
-        return lambda head: subset_head(head, torch.float32)
+        return subset_head

@@ -223,6 +223,7 @@ class Kernels:
     linear_stored: LinearStored
     # the product of weights as they are in the checkpoint
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+    packs_in_place: bool = False  # a parameter's own numbers are in another order once they are packed
     ranks: Ranks = ALONE  # what sums and gathers the parts of products that ranks share
     # what reaches the routed experts where they are spread over several engines
     spread: SpreadExperts | None = None

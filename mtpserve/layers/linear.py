@@ -17,6 +17,7 @@ class Linear(nn.Module):
     may_hold_blocks: tuple[str, ...] = ("weight",)
     # row counts of what ranks divide each for itself, where that is not `parts`
     cuts: tuple[int, ...] | None = None
+    packs: tuple[str, ...] = ("weight", "bias")  # the parameters that `finish_loading` reads
     added_once: tuple[str, ...] = ()  # what only the first rank has, because the ranks' outputs are summed
 
     def __init__(self, inputs: int, parts: tuple[int, ...], method: LinearMethod, bias: bool = False) -> None:

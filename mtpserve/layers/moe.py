@@ -136,6 +136,8 @@ class MoE(nn.Module):
     """A mixture of experts. With a latent size, the routed experts are computed between two projections
     (Nemotron 3 Super, https://arxiv.org/abs/2601.18089); the shared one is not."""
 
+    packs = ("router", "experts")  # as in Linear
+
     def __init__(
         self, hidden: int, arch: MoEArch, layer: int, method: LinearMethod, kernels: Kernels
     ) -> None:
@@ -199,6 +201,8 @@ class TokenRouter(Float32Linear):
 
 class TokenMoE(nn.Module):
     """A mixture of experts whose router may choose by the token alone."""
+
+    packs = ("experts",)  # as in Linear
 
     def __init__(
         self, hidden: int, arch: MoEArch, layer: int, tokens: int, method: LinearMethod, kernels: Kernels

@@ -3,6 +3,7 @@ each row with a scale of its own (W8A8, as in https://arxiv.org/abs/2211.10438 w
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ class Int8:
     def __init__(self, kernels: LinearKernels) -> None:
         self.kernels = kernels
         # for each matrix, the norm of the rounding error over the norm of the matrix
-        self.errors: list[float] = []
+        self.errors = deque[float](maxlen=4096)
 
     def finish(self, module: nn.Module, lookups: bool = False) -> None:
         exact = cast(Tensor, module.weight).detach()

@@ -8,7 +8,7 @@ in a checkpoint but NaN and infinite numbers are raised by plan.py, before the f
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from time import monotonic
 
@@ -84,15 +84,9 @@ def load(
                     placement.checkpoint.close()
                     mapped = 0
                 mapped += placement.size
-                parameter = targets[placement.target]
-                shard, zeros = shards[placement.target], targets.get(placement.target + ZEROS)
-                if (scales := targets.get(placement.target + SCALE)) is not None:
-                    _keep(placement, shard, parameter, scales, zeros, check_finite)
-                else:
-                    _fill(placement, shard, parameter, check_finite)
+                put(placement, shards[placement.target], targets, check_finite)
                 bar.advance(task, placement.size)
                 report.advance(placement.size)
-                del parameter, scales, zeros
                 for done in finisher.filled(placement.target):  # their memory may be given back now
                     targets = {name: tensor for name, tensor in targets.items() if not inside(name, done)}
             placement.checkpoint.close()
@@ -120,6 +114,16 @@ class _ProgressLog:
 def _progress_bar(shown: bool) -> Progress:
     columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     return Progress(*columns, console=Console(stderr=True, quiet=not shown), disable=not shown)
+
+
+def put(placement: Placement, shard: Shard, targets: Mapping[str, Tensor], check_finite: bool = True) -> None:
+    """Writes a rank's part of one matrix, norm or bias to its place among `targets`, widened or as it is
+    stored. Raises LoadError."""
+    parameter, zeros = targets[placement.target], targets.get(placement.target + ZEROS)
+    if (scales := targets.get(placement.target + SCALE)) is not None:
+        _keep(placement, shard, parameter, scales, zeros, check_finite)
+    else:
+        _fill(placement, shard, parameter, check_finite)
 
 
 def _fill(placement: Placement, shard: Shard, parameter: Tensor, check_finite: bool) -> None:

@@ -133,6 +133,17 @@ class Placement:
 def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:
     """The placements in the order of their bytes in the files. Raises LoadError."""
     audit = Audit(parameters(module))
+    placements = placements_of(module, sources, audit)
+    if gaps := list(audit.gaps()):
+        raise LoadError(_missing(module, sources, audit.parameters, gaps))
+    return placements
+
+
+def placements_of(
+    module: nn.Module, sources: Sequence[WeightSource], audit: Audit, level: int = logging.INFO
+) -> list[Placement]:
+    """The placements of all tensors in the order of their bytes in the files; what they fill is recorded in
+    `audit`, and what is left out is logged. Raises LoadError."""
     placements: list[Placement] = []
     for source in sources:
         matcher, quant_config, left_out = (
@@ -146,10 +157,8 @@ def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:
                 placements.append(placement)
         for reason, number in left_out.items():
             # Copies are as published, and nothing is lost with them.
-            level = logging.DEBUG if reason.startswith("a copy") else logging.INFO
-            log.log(level, "%s: tensors not loaded: %d (%s)", source.checkpoint.directory, number, reason)
-    if gaps := list(audit.gaps()):
-        raise LoadError(_missing(module, sources, audit.parameters, gaps))
+            quiet = logging.DEBUG if reason.startswith("a copy") else level
+            log.log(quiet, "%s: tensors not loaded: %d (%s)", source.checkpoint.directory, number, reason)
     return sorted(placements, key=lambda p: (p.entry.file, p.entry.start))
 
 

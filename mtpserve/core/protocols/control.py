@@ -19,6 +19,43 @@ class SetWeightVersion(Call, frozen=True):
     weight_version: str
 
 
+class StageTensors(Call, frozen=True):
+    """Checks new weights, and writes nothing."""
+
+    data: list[bytes]  # safetensors files, with a checkpoint's names
+
+
+class StageCheckpoint(Call, frozen=True):
+    """The same for a directory's."""
+
+    model_path: str
+
+
+class CommitWeights(Call, frozen=True):
+    """Writes what was staged, or drops it."""
+
+    write: bool
+
+
+class UpdateWeights(Call, frozen=True):
+    """The engine's: all ranks stage, and write once all have. The reply's values are `waiting`, the names of
+    tensors that wait for others of the same parameter, and `parameters`, how many were written."""
+
+    stage: StageTensors | StageCheckpoint
+    weight_version: str | None = None  # None: it stays
+
+
+class UpdateTensors(Call, frozen=True):
+    """The same in one process. It is never sent."""
+
+    tensors: dict[str, Any]  # torch's, by a checkpoint's names
+    weight_version: str | None = None
+
+
+class DropWaiting(Call, frozen=True):
+    """Tensors that wait for others are forgotten."""
+
+
 class Reply(msgspec.Struct, frozen=True, array_like=True):
     """`error` is "" where the call was done. Otherwise nothing was done; "invalid": the caller's fault, in
     the field `param`."""
@@ -38,4 +75,5 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
         raise error
 
 
-Calls = SetWeightVersion  # a union of all calls, for the decoders of messages
+# all that are sent, for the decoders of messages
+Calls = SetWeightVersion | StageTensors | StageCheckpoint | CommitWeights | UpdateWeights | DropWaiting

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence as Seq
 from msgspec.structs import replace
 
 from mtpserve.cache.groups import PageGroups
-from mtpserve.cache.keys import Key, extend
+from mtpserve.cache.keys import Key, extend, root
 from mtpserve.core.plan import SpanPlan
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.request import Finish
@@ -46,6 +46,13 @@ class Prefixes:
         """A request arrives."""
         self._extend(req, req.prefill_end)
         self._waits_for_transfer(req, self._usable(req))  # they come while it waits for a seat
+
+    def rekey(self, req: RequestState, fingerprint: bytes | None) -> None:
+        """A waiting request finds and leaves pages with this fingerprint alone."""
+        if req.cache.hash_root is not None and fingerprint is not None:
+            req.cache.hash_root = root(fingerprint, req.request.salt)
+            req.cache.block_hashes, req.cache.num_matched_blocks = [], 0
+            self._extend(req, req.prefill_end)
 
     def columns(self, req: RequestState) -> int | None:
         """Columns of a waiting request that are in the cache. None: it finds more in a few steps, or once

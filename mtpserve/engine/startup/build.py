@@ -8,18 +8,16 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from statistics import median
-from typing import cast
+
+import torch
 
 from mtpserve.config import EngineConfig, SpecConfig
-from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols.grammars import Grammar, GrammarCompiler
+from mtpserve.core.errors import ConfigError, InvalidRequest
 from mtpserve.core.protocols.logits_processor import LogitsProcessor
 from mtpserve.core.protocols.parallel import Ranks
-from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.grammars import PreparedGrammars
+from mtpserve.engine.grammars import LazyGrammars, PreparedGrammars
 from mtpserve.engine.pages.kv_events import KVEvents
 from mtpserve.engine.pages.kv_offload import TierOptions
 from mtpserve.engine.parallel.rank_messages import Order, Reached, Room, SharedFiles, Wire
@@ -30,9 +28,18 @@ from mtpserve.engine.startup.assemble import EngineOptions, EngineSizes, assembl
 from mtpserve.engine.startup.compute import backend_of, described, kernels_of
 from mtpserve.engine.startup.drafter import plan_engine
 from mtpserve.engine.startup.fingerprint import facts, fingerprint
-from mtpserve.engine.startup.planning import Plan, load_model, overlap_of, positions
+from mtpserve.engine.startup.planning import (
+    Plan,
+    build_model,
+    empty_model,
+    load_model,
+    overlap_of,
+    positions,
+    sources,
+)
 from mtpserve.engine.startup.recording import header_of, recorder_of
 from mtpserve.engine.startup.threads import bind, core_share
+from mtpserve.engine.updates.rank_weights import RankWeights
 from mtpserve.engine.updates.weight_updates import WeightUpdates
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
@@ -46,6 +53,7 @@ from mtpserve.runtime.sampling.sampling import SamplingState, usual_features
 from mtpserve.runtime.step import Step
 from mtpserve.spec.curves import Curve, read_curve
 from mtpserve.spec.sizes import spec_sizes
+from mtpserve.weights.update import ServingWeights
 
 log = logging.getLogger(__name__)
 
@@ -94,23 +102,6 @@ def load_processors(named: str | None) -> list[LogitsProcessor]:
                 f"--logits-processors {name.strip()}: {type(error).__name__}: {error}"
             ) from error
     return processors
-
-
-class Grammars:
-    """core.protocols.GrammarCompiler, made when the first request has a grammar: most engines never see
-    one."""
-
-    def __init__(self, tokenizer: Path, vocab: int, eos_ids: tuple[int, ...]) -> None:
-        self.arguments = tokenizer, vocab, eos_ids
-        self.compiler: GrammarCompiler | None = None
-
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        if self.compiler is None:
-            self.compiler = cast(
-                GrammarCompiler,
-                import_module("mtpserve.text.grammars.grammar").LLGuidanceCompiler(*self.arguments),
-            )
-        return self.compiler.compile(spec)
 
 
 def recorded_in(config: EngineConfig) -> str | None:
@@ -252,7 +243,7 @@ def options_of(engine_plan: Plan, processors: Seq[LogitsProcessor], curve: Curve
         processors=processors,
         grammars=None
         if config.model.numbers_for_text
-        else Grammars(config.model.tokenizer_directory, arch.vocab, arch.eos_ids),
+        else LazyGrammars(config.model.tokenizer_directory, arch.vocab, arch.eos_ids),
         overlap=overlap_of(config, device),
         graphs=lambda step, sampling: make_graphs(config, step, sampling, running),
     )
@@ -281,6 +272,41 @@ def in_room(engine_plan: Plan, room: Room) -> Plan:
     return replace(engine_plan, memory=fitting)
 
 
+def rank_weights(controls: Controls, engine_plan: Plan, model: DecoderModel) -> RankWeights:
+    """Returns what may change the weights of a rank's part of the model."""
+    described, dtype, storage = engine_plan.described, engine_plan.dtype, engine_plan.storage
+    length = positions(engine_plan.config, described.arch, engine_plan.device)
+
+    def make() -> ServingWeights:
+        if described.dummy or described.spread is not None:
+            option = "--load-format dummy" if described.dummy else "--enable-expert-parallel"
+            raise InvalidRequest(f"weights cannot be updated with {option}")
+        with torch.device("meta"):
+            blueprint = build_model(described, dtype, length, model.kernels, storage)
+        whole = empty_model(described, dtype, length, replace(storage, keep_blocks=False, keep_int4=False))
+        kernels = model.kernels
+        return ServingWeights(
+            model,
+            blueprint,
+            whole,
+            sources(described),
+            ranks=kernels.ranks,
+            packs_in_place=kernels.packs_in_place,
+        )
+
+    return RankWeights(controls, make, described.arch.num_layers)
+
+
+def why_fixed(config: EngineConfig) -> str:
+    """Returns why the weights do not change while the engine serves, or ""."""
+    mode = config.disaggregation.role
+    return (
+        ""
+        if mode is None
+        else f"weights cannot be updated with --disaggregation-mode {mode}: the other node keeps its own"
+    )
+
+
 def build_rank(
     config: EngineConfig, wire: Wire[Order], files: SharedFiles
 ) -> tuple[Runner, PreparedGrammars | None, Callable[[], None], Controls] | None:
@@ -303,6 +329,7 @@ def build_rank(
     )
     parts, spread = computing(model, sizes_of(engine_plan), options), engine_plan.described.spread
     controls = Controls()
+    rank_weights(controls, engine_plan, model)
     if spread is None:
         return parts.runner, parts.grammars, lambda: None, controls
     meet(config, spread, engine_plan.described.arch, engine_plan.dtype, engine_plan.device)
@@ -357,7 +384,10 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
     if spread is not None:
         engine.ticks = ticks_of(spread, meet(config, spread, arch, engine_plan.dtype, device), others)
     engine.cores = core_share(config)
-    WeightUpdates(engine)
+    weights, others_take = rank_weights(engine.controls, engine_plan, model), None
+    if others.size > 1:
+        others_take = partial(others.control, take=engine.controls.take)
+    WeightUpdates(engine, weights, others_take, why_fixed(config))
     engine.card = replace(
         engine.card,
         synthetic_acceptance=None if curve is None else curve.name,

@@ -77,6 +77,7 @@ def cpu_kernels() -> Kernels:
         pack_fused_layer=pack_fused_layer,
         pack=pack,
         pack_int8=pack_int8,
+        packs_in_place=True,
     )
 
 

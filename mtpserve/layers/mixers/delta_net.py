@@ -23,6 +23,8 @@ class GatedDeltaNet(nn.Module):
     the output. `gates` are b and a, two numbers for each head: the share of what a key holds that is
     replaced, and how much is forgotten."""
 
+    packs = ("conv", "decay")  # as in Linear
+
     def __init__(self, arch: ModelArch, kind: Recurrent, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
         self.kind, size, self.ranks = kind, kind.value_heads * kind.value_dim, kernels.ranks

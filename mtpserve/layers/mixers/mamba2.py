@@ -25,6 +25,8 @@ class Mamba2(nn.Module):
     A step is not limited: models are trained without limits (`time_step_limit`), those of their configs are
     for initial weights."""
 
+    packs = ("conv", "conv_bias", "decay", "skip")  # as in Linear
+
     def __init__(self, arch: ModelArch, kind: Recurrent, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
         size = kind.value_heads * kind.value_dim

@@ -27,6 +27,8 @@ class MLA(nn.Module):
     """`down` holds q_a (or the whole q projection where there is no q_rank) and kv_a side by side: one
     product for both."""
 
+    packs = ("kv_up",)  # as in Linear
+
     def __init__(self, arch: ModelArch, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
         assert arch.mla is not None

@@ -113,6 +113,8 @@ class Compressor(nn.Module):
 
 
 class SharedKV(nn.Module):
+    packs = ("group_out",)  # as in Linear
+
     def __init__(self, arch: ModelArch, kind: Attention, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
         shared_kv, dim = arch.shared_kv, kind.kv.key_dim

@@ -1,0 +1,249 @@
+"""New weights for a module that serves: named tensors of a checkpoint go by the family's rules to the places
+of the old ones.
+
+    named tensors → placements (plan.py) → parts that are complete (parts.py) → their numbers are checked
+                                        └→ others wait, in host memory, for the tensors that they lack
+    each part:  filled in place, where its numbers are as in the checkpoint
+                filled beside it, packed as after a load, and copied over it
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mtpserve.core.errors import LoadError
+from mtpserve.core.heartbeat import PULSE
+from mtpserve.core.protocols.parallel import Ranks
+from mtpserve.quant.fp8 import SCALE, in_blocks
+from mtpserve.quant.stored import ZEROS
+from mtpserve.weights import formats
+from mtpserve.weights.audit import Audit, all_finite, parameters
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
+from mtpserve.weights.loader import put
+from mtpserve.weights.parts import Part, Renewal, overwrite, parts_of_module
+from mtpserve.weights.plan import Placement, WeightSource, placements_of
+from mtpserve.weights.rules import Matcher
+from mtpserve.weights.shards import clear, shards_of
+
+FILE = Path("the update")  # in place of a file's name, in messages
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class NamedTensors(dict[str, Tensor]):
+    """Tensors in memory as a file of a checkpoint."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self[name]
+
+    def checkpoint(self) -> Checkpoint:
+        """Raises LoadError for a dtype that no checkpoint has."""
+        entries = {}
+        for name, tensor in self.items():
+            if tensor.dtype not in DTYPES:
+                raise LoadError(f"{FILE}: {name} has the unknown dtype {tensor.dtype}")
+            size = tensor.numel() * tensor.element_size()
+            entries[name] = TensorEntry(FILE, DTYPES[tensor.dtype], tuple(tensor.shape), 0, size)
+        return Checkpoint(FILE, entries, {FILE: self})
+
+
+@dataclass(frozen=True, slots=True)
+class StagedUpdate:
+    """Tensors that were checked and are not written yet. `waiting`: for the others of their parts."""
+
+    placements: Mapping[Part, Sequence[Placement]]
+    waiting: NamedTensors
+
+
+class ServingWeights:
+    """`live`: the module that serves, or a rank's part of it. `blueprint`: the same, built anew on no device
+    with the same kernels. `whole`: that of all ranks, on no device. `sources`: the checkpoints that it was
+    loaded from, with their rules."""
+
+    def __init__(
+        self,
+        live: nn.Module,
+        blueprint: nn.Module,
+        whole: nn.Module,
+        sources: Sequence[WeightSource],
+        *,
+        ranks: Ranks,
+        packs_in_place: bool,
+    ) -> None:
+        self._live, self._blueprint, self._sources = live, blueprint, sources
+        self._whole, self._parameters = whole, parameters(whole)
+        self._shards = shards_of(whole, blueprint, ranks)
+        self._matchers = [Matcher(source.rules) for source in sources]
+        make_room_as(live, blueprint)
+        self._rooms = parameters(blueprint)
+        self._parts = parts_of_module(live, blueprint, packs_in_place)
+        self._device = next(tensor.device for tensor in parameters(live).values())
+        self.waiting = NamedTensors()  # for the other tensors of their parts
+
+    # -- stage -----------------------------------------------------------------------------------------------
+
+    def stage_tensors(self, tensors: Mapping[str, Tensor]) -> StagedUpdate:
+        """Checks tensors, with those that have waited for them. Writes nothing. Raises LoadError."""
+        checkpoint = NamedTensors({**self.waiting, **tensors}).checkpoint()
+        return self._stage(checkpoint, checkpoint.tensor)
+
+    def stage_checkpoint(self, checkpoint: Checkpoint) -> StagedUpdate:
+        """The same for a directory's tensors, of which none may wait."""
+        staged = self._stage(checkpoint, lambda name: torch.empty(0))
+        if staged.waiting:
+            raise LoadError(f"{checkpoint.directory}: {missing(staged.waiting)}")
+        return staged
+
+    def _stage(self, checkpoint: Checkpoint, read: Callable[[str], Tensor]) -> StagedUpdate:
+        sources, waiting = self._by_source(checkpoint)
+        audit, by_part = Audit(self._parameters), defaultdict[Part, list[Placement]](list)
+        for placement in placements_of(self._whole, sources, audit, logging.DEBUG):
+            self._check_format(placement)
+            by_part[self._parts[placement.target]].append(placement)
+        gaps = {name for name, _, _ in audit.gaps()}
+        complete: dict[Part, list[Placement]] = {}
+        for part, placements in by_part.items():
+            if gaps.isdisjoint(part.parameters):
+                complete[part] = placements
+                continue
+            waiting += [name for placement in placements for name in placement.group.tensors.values()]
+        for placement in chain.from_iterable(complete.values()):
+            self._check_numbers(placement)
+        return StagedUpdate(complete, NamedTensors({name: read(name) for name in waiting}))
+
+    def _by_source(self, checkpoint: Checkpoint) -> tuple[list[WeightSource], list[str]]:
+        """The tensors by the source whose rules name them, and those whose matrix is not whole. Raises
+        LoadError for a name that no rule has."""
+        of_source: list[dict[str, TensorEntry]] = [{} for _ in self._sources]
+        waiting: list[str] = []
+        for group in formats.groups(checkpoint.tensors):
+            whole, role = formats.belongs(group.name)
+            number = self._source_of(group.name)
+            if number is not None and is_whole(group, checkpoint.tensors):
+                of_source[number] |= {name: checkpoint.tensors[name] for name in group.tensors.values()}
+            elif number is not None or (role != "plain" and self._source_of(whole) is not None):
+                waiting += group.tensors.values()
+            elif formats.unused(group.name, checkpoint) is None:
+                file = checkpoint.tensors[group.main].file
+                raise LoadError(f"{file}: {group.name}: the model has no parameter for this tensor")
+        return [
+            WeightSource(
+                replace(checkpoint, directory=source.checkpoint.directory, tensors=tensors), source.rules
+            )
+            for source, tensors in zip(self._sources, of_source, strict=True)
+            if tensors
+        ], waiting
+
+    def _source_of(self, name: str) -> int | None:
+        for number, matcher in enumerate(self._matchers):
+            try:
+                matcher.match(name)
+            except LoadError:
+                continue
+            return number
+        return None
+
+    def _check_format(self, placement: Placement) -> None:
+        """Raises LoadError where the parameter is kept in another format."""
+        numbers, scale = self._rooms[placement.target], self._rooms.get(placement.target + SCALE)
+        if scale is None:
+            return
+        fmt, shard = placement.format, self._shards[placement.target]
+        where = f"{placement.entry.file}: {placement.name}"
+        kept = f"{where}: the model keeps {placement.target} in {numbers.dtype}"
+        if fmt is None:
+            raise LoadError(f"{kept} with scales; send its numbers and scales in that format")
+        groups = None if in_blocks(numbers, scale) else scale.shape[-1] * shard.columns // shard.dims[-1].size
+        groups = 1 if scale.shape[-1] == 1 and groups is not None else groups
+        bits = 8 if numbers.dtype == torch.float8_e4m3fn else 4
+        floats = bits == 8 or scale.dtype == torch.float8_e8m0fnu
+        has_zeros = placement.target + ZEROS in self._rooms
+        if (fmt.bits, fmt.groups, fmt.floats) != (bits, groups, floats) or (fmt.zeros and not has_zeros):
+            raise LoadError(f"{kept} with other scales than those of {fmt.label}")
+
+    def _check_numbers(self, placement: Placement) -> None:
+        """Raises LoadError for numbers that are not finite, in the file or in the parameter's dtype."""
+        where, dtype = f"{placement.entry.file}: {placement.name}", self._parameters[placement.target].dtype
+        if (stored := placement.stored(torch.device("cpu"))) is not None:
+            if not stored.is_finite():
+                raise LoadError(f"{where} holds NaN or infinite numbers")
+            return
+        tensor = placement.checkpoint.tensor(placement.name)
+        if not all_finite(tensor):
+            raise LoadError(f"{where} holds NaN or infinite numbers")
+        if not all_finite(tensor.to(dtype)):
+            raise LoadError(f"{where} holds numbers too large for {dtype}")
+        live = parameters(self._live).get(placement.target)
+        is_table = not tensor.is_floating_point() and live is not None and live.shape == tensor.shape
+        if is_table and not torch.equal(live.to(tensor), tensor):
+            raise LoadError(f"{where} is a table that cannot change while the model serves")
+
+    # -- commit ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def commit(self, staged: StagedUpdate) -> None:
+        """Writes what was staged, one part at a time."""
+        for part, placements in staged.placements.items():
+            PULSE.beat()
+            renewal = Renewal(self._live, self._blueprint, part, self._device)
+            if part.packed:
+                clear(renewal.targets, {name: self._shards[name] for name in part.parameters})
+            for placement in placements:
+                put(placement, self._shards[placement.target], renewal.targets, check_finite=False)
+            renewal.finish()
+        for module in self._live.modules():
+            for tokens, head in getattr(module, "subset_heads", ()):
+                overwrite(head, cast(Any, module).subset_head(tokens), set())
+        self.waiting = NamedTensors({name: tensor.cpu().clone() for name, tensor in staged.waiting.items()})
+
+
+def is_whole(group: formats.Group, tensors: Mapping[str, TensorEntry]) -> bool:
+    """The tensors are there without which its numbers mean nothing."""
+    role = next((role for role in formats.NUMBERS if role in group.tensors), None)
+    if role is None or role == "plain":
+        scaled = ("F8_E4M3", "F8_E5M2", "I8")
+        return role is not None and ("scale" in group.tensors or tensors[group.main].dtype not in scaled)
+    return formats.FORMATS[role][0] <= group.tensors.keys()
+
+
+def make_room_as(live: nn.Module, blueprint: nn.Module) -> None:
+    """Changes the blueprint: what the module has as the checkpoint stores it has the same dtypes and scales
+    there."""
+    stored = parameters(live)
+    for name in [name.removesuffix(SCALE) for name in stored if name.endswith(SCALE)]:
+        path, _, leaf = name.rpartition(".")
+        owner = blueprint.get_submodule(path)
+        for suffix in ("", SCALE, ZEROS):
+            if (tensor := stored.get(name + suffix)) is not None:
+                empty = torch.empty_like(tensor, device="meta")
+                setattr(owner, leaf + suffix, nn.Parameter(empty, requires_grad=False))
+
+
+def missing(waiting: Iterable[str]) -> str:
+    """Says which tensors do not go without others."""
+    names = list(waiting)
+    shown = ", ".join(names[:3]) + (f" … ({len(names)} in all)" if len(names) > 3 else "")
+    return f"{shown}: the other tensors of the same parameters are missing"
