@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mtpserve.core.errors import LoadError
 from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.protocols.parallel import Ranks
-from mtpserve.quant.fp8 import SCALE, in_blocks
+from mtpserve.quant.fp8 import SCALE
 from mtpserve.quant.stored import ZEROS
 from mtpserve.weights import formats
 from mtpserve.weights.audit import Audit, all_finite, parameters
@@ -90,12 +90,20 @@ class ServingWeights:
         whole: nn.Module,
         sources: Sequence[WeightSource],
         *,
+        prefixes: Sequence[str],
         ranks: Ranks,
         packs_in_place: bool,
     ) -> None:
+        """`prefixes`: of the sources' names, "" for the first. Names without one may be any source's."""
+        self._prefixes = prefixes
         self._live, self._blueprint, self._sources = live, blueprint, sources
         self._whole, self._parameters = whole, parameters(whole)
         self._shards = shards_of(whole, blueprint, ranks)
+        self._roles = {
+            group.name: tuple(group.tensors)
+            for source in sources
+            for group in formats.groups(source.checkpoint.tensors)
+        }
         self._matchers = [Matcher(source.rules) for source in sources]
         make_room_as(live, blueprint)
         self._rooms = parameters(blueprint)
@@ -107,58 +115,74 @@ class ServingWeights:
 
     def stage_tensors(self, tensors: Mapping[str, Tensor]) -> StagedUpdate:
         """Checks tensors, with those that have waited for them. Writes nothing. Raises LoadError."""
-        checkpoint = NamedTensors({**self.waiting, **tensors}).checkpoint()
-        return self._stage(checkpoint, checkpoint.tensor)
+        together = {**self.waiting, **tensors}
+        by_prefix = {prefix: NamedTensors() for prefix in self._prefixes}
+        for name, tensor in together.items():
+            prefix = max(filter(name.startswith, self._prefixes), key=len)
+            by_prefix[prefix][name.removeprefix(prefix)] = tensor
+        checkpoints = {prefix: part.checkpoint() for prefix, part in by_prefix.items() if part}
+        return self._stage(checkpoints, together)
 
-    def stage_checkpoint(self, checkpoint: Checkpoint) -> StagedUpdate:
-        """The same for a directory's tensors, of which none may wait."""
-        staged = self._stage(checkpoint, lambda name: torch.empty(0))
+    def stage_checkpoint(self, checkpoint: Checkpoint, prefix: str = "") -> StagedUpdate:
+        """The same for a directory's tensors, of which none may wait. `prefix`: of all their names."""
+        if prefix not in self._prefixes:
+            raise LoadError(f"the names' prefix must be one of {self._prefixes}, got {prefix!r}")
+        staged = self._stage({prefix: checkpoint}, {})
         if staged.waiting:
             raise LoadError(f"{checkpoint.directory}: {missing(staged.waiting)}")
         return staged
 
-    def _stage(self, checkpoint: Checkpoint, read: Callable[[str], Tensor]) -> StagedUpdate:
-        sources, waiting = self._by_source(checkpoint)
+    def _stage(self, checkpoints: Mapping[str, Checkpoint], tensors: Mapping[str, Tensor]) -> StagedUpdate:
+        sources, waiting = list[WeightSource](), list[str]()
+        for prefix, checkpoint in checkpoints.items():
+            of_checkpoint, lacking = self._by_source(checkpoint, self._prefixes.index(prefix))
+            sources += of_checkpoint
+            waiting += [prefix + name for name in lacking]
         audit, by_part = Audit(self._parameters), defaultdict[Part, list[Placement]](list)
         for placement in placements_of(self._whole, sources, audit, logging.DEBUG):
             self._check_format(placement)
             by_part[self._parts[placement.target]].append(placement)
         gaps = {name for name, _, _ in audit.gaps()}
-        complete: dict[Part, list[Placement]] = {}
-        for part, placements in by_part.items():
-            if gaps.isdisjoint(part.parameters):
-                complete[part] = placements
-                continue
-            waiting += [name for placement in placements for name in placement.group.tensors.values()]
+        complete = {
+            part: placements for part, placements in by_part.items() if gaps.isdisjoint(part.parameters)
+        }
+        names = {id(checkpoint.handles): prefix for prefix, checkpoint in checkpoints.items()}
+        for part in by_part.keys() - complete.keys():
+            for placement in by_part[part]:
+                prefix = names[id(placement.checkpoint.handles)]
+                waiting += [prefix + name for name in placement.group.tensors.values()]
         for placement in chain.from_iterable(complete.values()):
             self._check_numbers(placement)
-        return StagedUpdate(complete, NamedTensors({name: read(name) for name in waiting}))
+        empty = torch.empty(0)
+        return StagedUpdate(complete, NamedTensors({name: tensors.get(name, empty) for name in waiting}))
 
-    def _by_source(self, checkpoint: Checkpoint) -> tuple[list[WeightSource], list[str]]:
-        """The tensors by the source whose rules name them, and those whose matrix is not whole. Raises
-        LoadError for a name that no rule has."""
+    def _by_source(self, checkpoint: Checkpoint, first: int) -> tuple[list[WeightSource], list[str]]:
+        """The tensors by the source whose rules name them, and those whose matrix is not whole. `first`: the
+        number of the first source that they may be of. Raises LoadError for a name that no rule has."""
         of_source: list[dict[str, TensorEntry]] = [{} for _ in self._sources]
         waiting: list[str] = []
         for group in formats.groups(checkpoint.tensors):
             whole, role = formats.belongs(group.name)
-            number = self._source_of(group.name)
-            if number is not None and is_whole(group, checkpoint.tensors):
+            number, before = self._source_of(group.name, first), self._roles.get(group.name, ())
+            if number is not None and is_whole(group, checkpoint.tensors, before):
                 of_source[number] |= {name: checkpoint.tensors[name] for name in group.tensors.values()}
-            elif number is not None or (role != "plain" and self._source_of(whole) is not None):
+            elif number is not None or (role != "plain" and self._source_of(whole, first) is not None):
                 waiting += group.tensors.values()
             elif formats.unused(group.name, checkpoint) is None:
                 file = checkpoint.tensors[group.main].file
                 raise LoadError(f"{file}: {group.name}: the model has no parameter for this tensor")
         return [
             WeightSource(
-                replace(checkpoint, directory=source.checkpoint.directory, tensors=tensors), source.rules
+                replace(checkpoint, directory=source.checkpoint.directory, tensors=entries), source.rules
             )
-            for source, tensors in zip(self._sources, of_source, strict=True)
-            if tensors
+            for source, entries in zip(self._sources, of_source, strict=True)
+            if entries
         ], waiting
 
-    def _source_of(self, name: str) -> int | None:
+    def _source_of(self, name: str, first: int) -> int | None:
         for number, matcher in enumerate(self._matchers):
+            if number < first:
+                continue
             try:
                 matcher.match(name)
             except LoadError:
@@ -176,8 +200,9 @@ class ServingWeights:
         kept = f"{where}: the model keeps {placement.target} in {numbers.dtype}"
         if fmt is None:
             raise LoadError(f"{kept} with scales; send its numbers and scales in that format")
-        groups = None if in_blocks(numbers, scale) else scale.shape[-1] * shard.columns // shard.dims[-1].size
-        groups = 1 if scale.shape[-1] == 1 and groups is not None else groups
+        groups: int | None = None  # a scale for each block has fewer rows than the numbers
+        if scale.shape[-2] == numbers.shape[-2]:
+            groups = scale.shape[-1] * shard.columns // shard.dims[-1].size if scale.shape[-1] > 1 else 1
         bits = 8 if numbers.dtype == torch.float8_e4m3fn else 4
         floats = bits == 8 or scale.dtype == torch.float8_e8m0fnu
         has_zeros = placement.target + ZEROS in self._rooms
@@ -197,8 +222,9 @@ class ServingWeights:
         if not all_finite(tensor.to(dtype)):
             raise LoadError(f"{where} holds numbers too large for {dtype}")
         live = parameters(self._live).get(placement.target)
-        is_table = not tensor.is_floating_point() and live is not None and live.shape == tensor.shape
-        if is_table and not torch.equal(live.to(tensor), tensor):
+        if tensor.is_floating_point() or live is None or live.shape != tensor.shape:
+            return
+        if not torch.equal(live.to(tensor), tensor):
             raise LoadError(f"{where} is a table that cannot change while the model serves")
 
     # -- commit ----------------------------------------------------------------------------------------------
@@ -220,13 +246,16 @@ class ServingWeights:
         self.waiting = NamedTensors({name: tensor.cpu().clone() for name, tensor in staged.waiting.items()})
 
 
-def is_whole(group: formats.Group, tensors: Mapping[str, TensorEntry]) -> bool:
-    """The tensors are there without which its numbers mean nothing."""
+def is_whole(group: formats.Group, tensors: Mapping[str, TensorEntry], before: Collection[str]) -> bool:
+    """The tensors are there without which its numbers mean nothing. `before`: roles of the tensors that the
+    matrix was loaded from: some formats have zeros, or an order of columns, where they need them."""
     role = next((role for role in formats.NUMBERS if role in group.tensors), None)
-    if role is None or role == "plain":
-        scaled = ("F8_E4M3", "F8_E5M2", "I8")
-        return role is not None and ("scale" in group.tensors or tensors[group.main].dtype not in scaled)
-    return formats.FORMATS[role][0] <= group.tensors.keys()
+    if role is None:
+        return False
+    if role == "plain" and tensors[group.main].dtype not in ("F8_E4M3", "F8_E5M2", "I8"):
+        return True
+    needs = formats.FORMATS[role][0] | (set(before) if role in before else set())
+    return needs <= group.tensors.keys()
 
 
 def make_room_as(live: nn.Module, blueprint: nn.Module) -> None:

@@ -29,6 +29,7 @@ class StageCheckpoint(Call, frozen=True):
     """The same for a directory's."""
 
     model_path: str
+    prefix: str = ""  # of all its names
 
 
 class CommitWeights(Call, frozen=True):

@@ -290,6 +290,7 @@ def rank_weights(controls: Controls, engine_plan: Plan, model: DecoderModel) -> 
             blueprint,
             whole,
             sources(described),
+            prefixes=("", "draft:")[: len(described.checkpoints)],
             ranks=kernels.ranks,
             packs_in_place=kernels.packs_in_place,
         )

@@ -54,7 +54,8 @@ class RankWeights:
     def stage_checkpoint(self, call: StageCheckpoint) -> Reply:
         """Raises InvalidRequest, LoadError."""
         weights, checkpoint = self.weights, Checkpoint.open(Path(call.model_path))
-        return self._reply(weights.stage_checkpoint(with_mtp_layers(checkpoint, self._num_layers)[0]))
+        checkpoint, _ = with_mtp_layers(checkpoint, self._num_layers)
+        return self._reply(weights.stage_checkpoint(checkpoint, call.prefix))
 
     def _reply(self, staged: StagedUpdate) -> Reply:
         self._staged = staged
