@@ -32,6 +32,31 @@ class StageCheckpoint(Call, frozen=True):
     prefix: str = ""  # of all its names
 
 
+class StageBroadcast(Call, frozen=True):
+    """The same for tensors that rank 0 of a group broadcasts."""
+
+    names: list[str]
+    dtypes: list[str]  # torch's names
+    shapes: list[list[int]]
+    group_name: str
+
+
+class JoinGroup(Call, frozen=True):
+    """Every rank of every engine joins a trainer's group of torch.distributed. `rank_offset`: the first one's
+    number in it."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+
+
+class LeaveGroup(Call, frozen=True):
+    group_name: str
+
+
 class CommitWeights(Call, frozen=True):
     """Writes what was staged, or drops it."""
 
@@ -42,7 +67,7 @@ class UpdateWeights(Call, frozen=True):
     """The engine's: all ranks stage, and write once all have. The reply's values are `waiting`, the names of
     tensors that wait for others of the same parameter, and `parameters`, how many were written."""
 
-    stage: StageTensors | StageCheckpoint
+    stage: StageTensors | StageCheckpoint | StageBroadcast
     weight_version: str | None = None  # None: it stays
 
 
@@ -76,5 +101,15 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
         raise error
 
 
-# all that are sent, for the decoders of messages
-Calls = SetWeightVersion | StageTensors | StageCheckpoint | CommitWeights | UpdateWeights | DropWaiting
+RankCalls = (
+    StageTensors | StageCheckpoint | StageBroadcast | CommitWeights | DropWaiting | JoinGroup | LeaveGroup
+)
+
+
+class OnEveryRank(Call, frozen=True):
+    """The engine's: all its ranks take the call."""
+
+    call: RankCalls
+
+
+Calls = RankCalls | SetWeightVersion | UpdateWeights | OnEveryRank  # for the decoders of messages

@@ -295,7 +295,9 @@ def rank_weights(controls: Controls, engine_plan: Plan, model: DecoderModel) -> 
             packs_in_place=kernels.packs_in_place,
         )
 
-    return RankWeights(controls, make, described.arch.num_layers)
+    config = engine_plan.config
+    number = config.replica * config.parallel.ranks + config.rank
+    return RankWeights(controls, make, described.arch.num_layers, engine_plan.device, number)
 
 
 def why_fixed(config: EngineConfig) -> str:

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mtpserve.core.errors import LoadError
-from mtpserve.core.protocols.control import Call, DropWaiting, Reply, SetWeightVersion, UpdateTensors
+from mtpserve.core.protocols.control import (
+    Call,
+    DropWaiting,
+    OnEveryRank,
+    Reply,
+    SetWeightVersion,
+    UpdateTensors,
+)
 
 PART_BYTES = 1 << 30  # of the tensors that are checked and written together
 
@@ -19,7 +26,7 @@ def update(
     for part in parts(named_tensors):
         waiting = control(UpdateTensors(part)).values["waiting"]
     if waiting:
-        control(DropWaiting())
+        control(OnEveryRank(DropWaiting()))
         raise LoadError(f"{', '.join(waiting)}: the other tensors of the same parameters are missing")
     if weight_version is not None:
         control(SetWeightVersion(weight_version))

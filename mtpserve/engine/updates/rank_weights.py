@@ -6,13 +6,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as tensors_of
 from torch import Tensor
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.protocols.control import CommitWeights, DropWaiting, Reply, StageCheckpoint, StageTensors
+from mtpserve.core.protocols.control import (
+    CommitWeights,
+    DropWaiting,
+    JoinGroup,
+    LeaveGroup,
+    Reply,
+    StageBroadcast,
+    StageCheckpoint,
+    StageTensors,
+)
 from mtpserve.engine.process.controls import Controls
+from mtpserve.runtime.parallel.weight_group import WeightGroup
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.layouts import with_mtp_layers
 from mtpserve.weights.update import NamedTensors, ServingWeights, StagedUpdate
@@ -22,12 +33,24 @@ class RankWeights:
     """Registers itself with the process's controls. `make` gives the weights when they are first needed; it
     raises InvalidRequest where they cannot change. `num_layers`: of the trunk."""
 
-    def __init__(self, controls: Controls, make: Callable[[], ServingWeights], num_layers: int) -> None:
-        self._make, self._num_layers = make, num_layers
+    def __init__(
+        self,
+        controls: Controls,
+        make: Callable[[], ServingWeights],
+        num_layers: int,
+        device: torch.device,
+        number: int,
+    ) -> None:
+        """`number`: of the process among the ranks of all engines."""
+        self._make, self._num_layers, self._device, self._number = make, num_layers, device, number
+        self._groups: dict[str, WeightGroup] = {}
         self._weights: ServingWeights | None = None
         self._staged: StagedUpdate | None = None
         controls.add(StageTensors, self.stage_bytes)
         controls.add(StageCheckpoint, self.stage_checkpoint)
+        controls.add(StageBroadcast, self.stage_broadcast)
+        controls.add(JoinGroup, self.join)
+        controls.add(LeaveGroup, self.leave)
         controls.add(CommitWeights, self.commit)
         controls.add(DropWaiting, self.drop_waiting)
 
@@ -57,6 +80,39 @@ class RankWeights:
         checkpoint, _ = with_mtp_layers(checkpoint, self._num_layers)
         return self._reply(weights.stage_checkpoint(checkpoint, call.prefix))
 
+    def stage_broadcast(self, call: StageBroadcast) -> Reply:
+        """Raises InvalidRequest, LoadError."""
+        dtypes = [dtype_of(name) for name in call.dtypes]
+        if not len(call.names) == len(dtypes) == len(call.shapes):
+            lengths = f"{len(call.names)} names, {len(dtypes)} dtypes and {len(call.shapes)} shapes"
+            raise InvalidRequest(f"each tensor needs all three, got {lengths}", "names")
+        group = self._group(call.group_name)
+        return self.stage_tensors(group.receive(call.names, dtypes, call.shapes, self._device))
+
+    def join(self, call: JoinGroup) -> Reply:
+        """Raises InvalidRequest."""
+        if call.group_name in self._groups:
+            raise InvalidRequest(f"group_name: the group {call.group_name!r} exists already", "group_name")
+        rank = call.rank_offset + self._number
+        if not 0 < rank < call.world_size:
+            there = f"the trainer is rank 0, and this would be rank {rank} of {call.world_size}"
+            raise InvalidRequest(f"rank_offset: {there}", "rank_offset")
+        self._groups[call.group_name] = WeightGroup(
+            call.master_address, call.master_port, rank, call.world_size, call.group_name, call.backend
+        )
+        return Reply()
+
+    def leave(self, call: LeaveGroup) -> Reply:
+        """Raises InvalidRequest."""
+        self._group(call.group_name).close()
+        del self._groups[call.group_name]
+        return Reply()
+
+    def _group(self, name: str) -> WeightGroup:
+        if name not in self._groups:
+            raise InvalidRequest(f"group_name: there is no group {name!r}: join one first", "group_name")
+        return self._groups[name]
+
     def _reply(self, staged: StagedUpdate) -> Reply:
         self._staged = staged
         count = sum(len(part.parameters) for part in staged.placements)
@@ -71,3 +127,11 @@ class RankWeights:
     def drop_waiting(self, call: DropWaiting) -> Reply:
         self.weights.waiting.clear()
         return Reply()
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises InvalidRequest."""
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise InvalidRequest(f"dtypes: torch has no dtype {name!r}", "dtypes")

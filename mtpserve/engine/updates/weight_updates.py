@@ -14,6 +14,7 @@ from mtpserve.core.errors import EngineDead
 from mtpserve.core.protocols.control import (
     Calls,
     CommitWeights,
+    OnEveryRank,
     Reply,
     SetWeightVersion,
     StageTensors,
@@ -43,6 +44,7 @@ class WeightUpdates:
         engine.controls.add(SetWeightVersion, self.set_version)
         engine.controls.add(UpdateWeights, self.update)
         engine.controls.add(UpdateTensors, self.update_tensors)
+        engine.controls.add(OnEveryRank, lambda call: self._on_every_rank(call.call))
 
     def set_version(self, call: SetWeightVersion) -> Reply:
         """The name alone changes."""
