@@ -108,6 +108,7 @@ class ModelInfo(Rendered):
     model_path: str
     tokenizer_path: str
     served_model_name: str
+    weight_version: str
     is_generation: bool
     max_model_len: int
     vocab_size: int
@@ -147,6 +148,7 @@ STATE = [
     ("version", str),
     ("model_path", str),  # SGLang's name: routers tell by these which model a server has
     ("tokenizer_path", str),
+    ("weight_version", str),  # the operator's name, which an update may change
     ("dp_size", int),
     ("tp_size", int),
     ("lossy", bool),
@@ -263,6 +265,7 @@ async def model_info(service: Served) -> Response:
             model_path=str(model.directory.absolute()),
             tokenizer_path=str(model.tokenizer_directory.absolute()),
             served_model_name=card.name,
+            weight_version=service.weight_version,
             is_generation=True,
             max_model_len=card.context_length,
             vocab_size=card.vocab,
@@ -292,6 +295,7 @@ async def server_info(service: Served) -> Response:
     state: dict[str, Any] = {
         "model_path": str(model.directory.absolute()),
         "tokenizer_path": str(model.tokenizer_directory.absolute()),
+        "weight_version": service.weight_version,
     }
     parallel = service.engine_config.parallel
     state |= {"dp_size": parallel.data_parallel_size, "tp_size": parallel.ranks}

@@ -54,6 +54,17 @@ from mtpserve.server.sglang.parsing import (
     parse_function_call,
     separate_reasoning,
 )
+from mtpserve.server.sglang.weights import (
+    Done,
+    NewVersion,
+    Updated,
+    destroy_weights_update_group,
+    init_weights_update_group,
+    update_weight_version,
+    update_weights_from_disk,
+    update_weights_from_distributed,
+    update_weights_from_tensor,
+)
 from mtpserve.server.spec import SpecObject, set_spec, show_spec
 from mtpserve.server.tokens import Detokenized, Tokenized, detokenize, tokenize, tokenizer_info
 from mtpserve.text.chat_sampling import chat_sampling
@@ -104,6 +115,12 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("GET", ("/flush_cache",), flush_cache, (Flushed,)),  # SGLang takes both
     ("POST", ("/flush_cache", "/reset_prefix_cache"), flush_cache, (Flushed,)),  # SGLang's name and vLLM's
     ("POST", ("/abort_request",), abort_request, (Aborted,)),
+    ("POST", ("/update_weights_from_disk",), update_weights_from_disk, (Updated,)),
+    ("POST", ("/update_weights_from_tensor",), update_weights_from_tensor, (Updated,)),
+    ("POST", ("/update_weights_from_distributed",), update_weights_from_distributed, (Updated,)),
+    ("POST", ("/init_weights_update_group",), init_weights_update_group, (Done,)),
+    ("POST", ("/destroy_weights_update_group",), destroy_weights_update_group, (Done,)),
+    ("POST", ("/update_weight_version",), update_weight_version, (NewVersion,)),
     ("GET", ("/tokenizer_info",), tokenizer_info, (dict,)),  # vLLM's
     ("POST", ("/start_profile",), start_profile, (ProfileStarted,)),  # vLLM's and SGLang's
     ("POST", ("/stop_profile",), stop_profile, (ProfileStopped,)),

@@ -9,7 +9,7 @@ import msgspec
 
 from mtpserve.core.errors import EngineDead, RequestFailed
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.protocols.control import Calls, Reply
+from mtpserve.core.protocols.control import Calls, Reply, UpdateWeights
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import EngineState, SpecChange, SpecReport
@@ -67,6 +67,9 @@ class FakeClient:
 
     async def control(self, call: Calls) -> Reply:
         return self.engine.controls.take(call).check()
+
+    async def update_weights(self, call: UpdateWeights) -> Reply:
+        return await self.control(call)
 
     async def profile(self, change: ProfileChange) -> list[ProfileReport]:
         self.profiles.append(change)

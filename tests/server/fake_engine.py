@@ -15,7 +15,7 @@ from mtpserve.cli.options import parsed_values, settings
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, MTPServeError, QueueFull
 from mtpserve.core.plan import NOTHING_ALLOWED
-from mtpserve.core.protocols.control import Reply, SetWeightVersion
+from mtpserve.core.protocols.control import OnEveryRank, Reply, SetWeightVersion, UpdateWeights
 from mtpserve.core.request import Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.spec_sizes import SpecSizes
@@ -44,6 +44,9 @@ class FakeEngine:
         self.live: dict[str, tuple[Request, int]] = {}
         self.ticks, self.cores, self.controls = Ticks(), CoreShare(), Controls()
         self.controls.add(SetWeightVersion, self.set_version)
+        self.controls.add(UpdateWeights, self.update)
+        self.controls.add(OnEveryRank, lambda call: Reply())
+        self.updates: list[UpdateWeights] = []
         self.cache: set[int] = set()  # hashes of prompts up to the end of a page
         self.found: dict[str, int] = {}  # tokens in it, for each live request
 
@@ -96,6 +99,10 @@ class FakeEngine:
             raise InvalidRequest("weight_version: it is bad", "weight_version")
         self.stats.weight_version = call.weight_version
         return Reply(values={"name": call.weight_version})
+
+    def update(self, call: UpdateWeights) -> Reply:
+        self.updates.append(call)
+        return Reply(values={"waiting": [], "parameters": 1})
 
     def fix_depth(self, steps: int) -> None:
         """As an engine that was started so."""

@@ -72,6 +72,12 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/flush_cache", {}),
     ("/reset_prefix_cache", {}),
     ("/abort_request", {"rid": "a"}),
+    ("/update_weights_from_disk", {"model_path": "/m", "abort_all_requests": True}),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}),
+    ("/update_weights_from_distributed", {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}),
+    ("/init_weights_update_group", {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 2}),
+    ("/destroy_weights_update_group", {}),
+    ("/update_weight_version", {"new_version": "v2"}),
     ("/start_profile", {}),
     ("/stop_profile", {}),
 ]

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence as Seq
 from typing import Protocol
 
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.protocols.control import Calls, Reply
+from mtpserve.core.protocols.control import Calls, Reply, UpdateWeights
 from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import EngineState, SpecChange, SpecReport
@@ -54,6 +54,10 @@ class EngineClient(RequestClient, Protocol):
     async def control(self, call: Calls) -> Reply:
         """Has every engine that is up, and each of its ranks, do what the call says between two steps, with
         none in flight. Raises InvalidRequest or RequestFailed where one has not done it, and EngineDead."""
+        ...
+
+    async def update_weights(self, call: UpdateWeights) -> Reply:
+        """As `control`, once no request runs: new ones wait, unless generation is paused."""
         ...
 
     async def profile(self, change: ProfileChange) -> Seq[ProfileReport]:

@@ -17,19 +17,20 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence as Seq
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random, SystemRandom
 from time import monotonic
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown, quantity
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.protocols.control import Calls, Reply
+from mtpserve.core.protocols.control import Calls, Reply, SetWeightVersion, UpdateWeights
 from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import EngineState, SpecChange, SpecReport
 from mtpserve.engine.process.affinity import Affinity
 from mtpserve.engine.process.client import ProcessClient
+from mtpserve.engine.process.replica import Progress, Replica, WeightHistory
 from mtpserve.engine.process.totals import counters, total
 
 log = logging.getLogger(__name__)
@@ -42,54 +43,6 @@ MAX_LOST_ENGINES = 3  # that one request may lose
 # seconds before an engine is started again: the next one where it has died soon
 RESTART_PAUSES_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0  # seconds after which a death counts as the first one again
-
-
-@dataclass(slots=True)
-class Replica:
-    """One engine process at a time, and what is known of those before it."""
-
-    number: int
-    client: ProcessClient
-    state: Literal["starting", "up", "dead"] = "starting"
-    restarts: int = 0
-    deaths: int = 0  # consecutive deaths
-    hangs: int = 0
-    since: float = 0.0  # when it came up
-    # what its processes that have died had counted
-    stats_before_restart: EngineStats = field(default_factory=EngineStats)
-    reason: str = ""  # why it last died
-    open: set[str] = field(default_factory=set)  # ids of its requests
-
-    @property
-    def is_full(self) -> bool:
-        capacity = self.client.card.capacity
-        return capacity is not None and len(self.open) >= capacity
-
-    def stats(self) -> EngineStats:
-        before = self.stats_before_restart
-        return total([before, self.client.stats()]) if self.state == "up" else before
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a request has got, so that another engine can go on with it: see core.request.Request."""
-
-    output_ids: list[int]
-    num_scored_prompt_tokens: int
-
-    def take(self, events: Seq[TokenEvent]) -> None:
-        for event in events:
-            self.output_ids += event.tokens
-            self.num_scored_prompt_tokens += len(event.prompt_logprobs or ())
-
-    def migrate(self, request: Request) -> Request:
-        """Returns the request for the next engine, which continues after the last token."""
-        return replace(
-            request,
-            prior_output_ids=list(self.output_ids),
-            num_scored_prompt_tokens=self.num_scored_prompt_tokens,
-            is_migrated=True,
-        )
 
 
 class Replicas:
@@ -119,6 +72,9 @@ class Replicas:
         self._changed = asyncio.Event()
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._draining = False
+        # requests wait while weights change, unless generation is paused
+        self.paused, self._updating, self._update = False, False, asyncio.Lock()
+        self._history = WeightHistory()
         self._supervisors: list[asyncio.Task[None]] = []
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -257,6 +213,7 @@ class Replicas:
                 replica.client = self._create(replica.number, replica.restarts)
             try:
                 await asyncio.gather(*(replica.client.start() for replica in group))
+                await asyncio.gather(*(self._history.restore(replica.client) for replica in group))
                 return True
             except MTPServeError as error:
                 for replica in group:
@@ -324,7 +281,7 @@ class Replicas:
             up = [
                 replica for replica in self._replicas if replica.state == "up" and replica.client.dead is None
             ]
-            if up:
+            if up and (not self._updating or self.paused or request.is_migrated):
                 return self._select(up, request)
             await self._changed.wait()
 
@@ -376,7 +333,24 @@ class Replicas:
         and what Reply.check raises of the first engine that has not done it."""
         replies = await self._ask_each(lambda client: client.control(call))
         first, *_ = [reply.check() for reply in replies.values()]
+        if isinstance(call, SetWeightVersion):
+            self._history.weight_version = call.weight_version
         return first
+
+    async def update_weights(self, call: UpdateWeights) -> Reply:
+        """As `control`, once no request runs: new ones wait, unless generation is paused."""
+        async with self._update:
+            self._updating = True
+            try:
+                while not self.paused and any(self._open.values()):
+                    await self._changed.wait()
+                reply = await self.control(call)
+                self._history.add(call, reply)
+                self._affinity.forget()
+                return reply
+            finally:
+                self._updating = False
+                self._wake()
 
     async def _ask_each(self, ask: Callable[[ProcessClient], Awaitable[A]]) -> dict[int, A]:
         """The answers of the engines that are up, by number: at least one. Raises EngineDead."""

@@ -27,7 +27,7 @@ class WeightGroup:
         timeout = timedelta(seconds=JOIN_S)
         try:
             store = TCPStore(address, port, size, is_master=False, timeout=timeout)
-            made: Any = c10d._new_process_group_helper(
+            members: Any = c10d._new_process_group_helper(
                 size,
                 rank,
                 [],
@@ -39,7 +39,7 @@ class WeightGroup:
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise InvalidRequest(f"cannot join the group {name!r} at {address}:{port}: {reason}") from error
-        self._group = made[0]
+        self._group = members[0]
         c10d._world.pg_group_ranks[self._group] = {member: member for member in range(size)}
 
     def receive(

@@ -80,6 +80,11 @@ class Service:
         return self.client.card.name
 
     @property
+    def weight_version(self) -> str:
+        """The operator's name of the weights, which answers have."""
+        return self.client.stats().weight_version or "default"
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The model's names that requests may use; the first is its own."""
         return (self.model, *self.engine_config.model.served_model_name[1:])

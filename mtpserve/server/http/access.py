@@ -31,7 +31,11 @@ log = logging.getLogger(__name__)
 PROBES = frozenset({"/health", "/ready", "/ping"})  # for load balancers
 OPEN = PROBES | {"/", "/docs"}  # pages ask for the key, and send it with what they ask
 MANAGEMENT = frozenset(
-    {"/abort_request", "/flush_cache", "/reset_prefix_cache", "/start_profile", "/stop_profile"}
+    {
+        *("/abort_request", "/flush_cache", "/reset_prefix_cache", "/start_profile", "/stop_profile"),
+        *("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed"),
+        *("/init_weights_update_group", "/destroy_weights_update_group", "/update_weight_version"),
+    }
 )
 CHANGED = frozenset({"/v1/spec"})  # these too, where they are not only read
 # asked every few seconds: in the debug log alone

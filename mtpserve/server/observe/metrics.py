@@ -178,6 +178,13 @@ class MTPServe(Observer):
             [([now.card.algorithm or "none"], 1)],
             "algorithm",
         )
+        yield self.family(
+            GaugeMetricFamily,
+            "weight_version",
+            "1, with the version of the weights as the label.",
+            [([now.stats.weight_version or "default"], 1)],
+            "weight_version",
+        )
         yield from self.of_stats(lambda entry: () if entry.is_single else entry.series, stats_rows, steps)
         for name, help, kind, fact in OF_ENGINES:
             values = [([str(engine.number)], float(fact(engine))) for engine in now.engines]

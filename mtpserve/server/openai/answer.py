@@ -24,6 +24,7 @@ from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import EventStream, unless_gone
 from mtpserve.server.openai.logprobs import ById, Offsets, TokenNames, prompt_scores
 from mtpserve.server.openai.objects import (
+    AnswerMetadata,
     ChatChoice,
     ChatLogprobs,
     ChatObject,
@@ -243,7 +244,11 @@ class Answer:
         choices: Any = [writer.object() for writer in writers]
         offer = self.generation.choices[0].offer
         fields = self._id | self._prompt_ids | writers[0].prompt_fields | kv_transfer_fields(offer)
+        fields["metadata"] = self._metadata()
         return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
+
+    def _metadata(self) -> AnswerMetadata:
+        return AnswerMetadata(self.generation.service.weight_version)
 
     def _best_writers(self) -> list[ChoiceWriter]:
         """Returns all choices, or the likeliest of each prompt, sorted and numbered anew."""
@@ -271,7 +276,18 @@ class Answer:
         opening = self._opening(self.writers[step.index])
         contents = self._add(step).chunks()
         usage = self._usage()
-        return [*opening, *(Chunk(**self._head, choices=[content], usage=usage) for content in contents)]
+        return [
+            *opening,
+            *(
+                Chunk(
+                    **self._head,
+                    choices=[content],
+                    usage=usage,
+                    metadata=UNSET if content.finish_reason is None else self._metadata(),
+                )
+                for content in contents
+            ),
+        ]
 
     def _opening(self, writer: ChoiceWriter) -> list[Chunk]:
         """A choice's chunk before any of its text, where it has one."""

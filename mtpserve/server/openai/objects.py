@@ -59,6 +59,12 @@ class CompletionChoice(Rendered, kw_only=True):
     matched_stop: int | str | None = None
 
 
+class AnswerMetadata(Rendered):
+    """As SGLang has it."""
+
+    weight_version: str  # of the weights that the answer ended with
+
+
 class CompletionObject(Rendered, kw_only=True):
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -66,6 +72,7 @@ class CompletionObject(Rendered, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: UsageObject
+    metadata: AnswerMetadata
     kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
 
 
@@ -114,6 +121,7 @@ class ChatObject(Rendered, kw_only=True):
     prompt_token_ids: list[int] | None = None
     choices: list[ChatChoice]
     usage: UsageObject
+    metadata: AnswerMetadata
     kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
 
 
@@ -162,3 +170,4 @@ class Chunk(Rendered):
     choices: list[ChunkChoice]
     usage: UsageObject | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    metadata: AnswerMetadata | UnsetType = UNSET  # in a choice's last chunk

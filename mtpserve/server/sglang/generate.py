@@ -51,6 +51,7 @@ class MetaInfo(Rendered, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     e2e_latency: float
+    weight_version: str
     spec_verify_ct: int | UnsetType = UNSET
     spec_accept_length: float | UnsetType = UNSET
     spec_accept_rate: float | UnsetType = UNSET
@@ -100,6 +101,7 @@ class NativeChoice:
             completion_tokens=len(self.choice.tokens),
             cached_tokens=self.choice.cached_tokens,
             e2e_latency=perf_counter() - self.arrival,
+            weight_version=self.choice.service.weight_version,
         )
         self._add_speculation(meta)
         self._add_logprobs(meta)

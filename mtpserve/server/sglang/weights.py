@@ -1,0 +1,172 @@
+"""SGLang's routes for new weights while the server runs: from a directory, from the request, or by a
+trainer's broadcast."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from typing import Annotated, Literal
+
+from pydantic import Field
+from starlette.responses import Response
+
+from mtpserve.core.errors import InvalidRequest
+from mtpserve.core.protocols.control import (
+    JoinGroup,
+    LeaveGroup,
+    OnEveryRank,
+    SetWeightVersion,
+    StageBroadcast,
+    StageCheckpoint,
+    StageTensors,
+    UpdateWeights,
+)
+from mtpserve.server.chat.service import Served, Service
+from mtpserve.server.http.rendering import JSON, Rendered
+from mtpserve.server.schema.base import Strict
+
+PICKLE = b"\x80"  # how every pickle begins since its second protocol
+SHOWN = 3  # names in a message
+
+Version = Annotated[str, Field(min_length=1, max_length=256)]
+GroupName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Updated(Rendered):
+    """`waiting`: tensors that are used once the others of the same parameters have come."""
+
+    success: Literal[True]
+    message: str
+    weight_version: str
+    waiting: list[str]
+    num_paused_requests: int = 0
+
+
+class Done(Rendered):
+    success: Literal[True]
+    message: str
+
+
+class NewVersion(Done):
+    new_version: str
+
+
+class WeightUpdate(Strict):
+    """What all ways of an update have. The prefix cache is emptied after each, whatever `flush_cache` is."""
+
+    flush_cache: bool | None = None
+    abort_all_requests: bool | None = None
+    weight_version: Version | None = None
+
+
+class DiskUpdate(WeightUpdate):
+    model_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_format: Literal["auto", "safetensors"] | None = None
+    prefix: Literal["", "draft:"] | None = None
+
+
+class TensorUpdate(WeightUpdate):
+    serialized_named_tensors: Annotated[list[str], Field(min_length=1, max_length=4096)]
+    load_format: Literal["safetensors"] | None = None
+
+
+class BroadcastUpdate(WeightUpdate):
+    names: Annotated[list[str], Field(min_length=1)]
+    dtypes: list[str]
+    sizes: Annotated[list[list[Annotated[int, Field(ge=0)]]], Field(alias="shapes")]
+    group_name: GroupName = "weight_update_group"
+
+
+class GroupJoined(Strict):
+    master_address: Annotated[str, Field(min_length=1, max_length=256)]
+    master_port: Annotated[int, Field(ge=1, le=65535)]
+    rank_offset: Annotated[int, Field(ge=1)]
+    world_size: Annotated[int, Field(ge=2)]
+    group_name: GroupName = "weight_update_group"
+    backend: Literal["gloo", "nccl"] = "nccl"
+
+
+class GroupLeft(Strict):
+    group_name: GroupName = "weight_update_group"
+
+
+class VersionChange(Strict):
+    new_version: Version
+    abort_all_requests: bool | None = None
+
+
+async def update_weights_from_disk(service: Served, body: DiskUpdate) -> Response:
+    """Load a checkpoint's weights in place of those that are served. Its tensors are checked before any is
+    written; names that it has not are left as they are."""
+    return await updated(service, body, StageCheckpoint(body.model_path, body.prefix or ""))
+
+
+async def update_weights_from_tensor(service: Served, body: TensorUpdate) -> Response:
+    """Take weights from the request: base64 of safetensors files, with a checkpoint's names. Parts of one
+    parameter may come in several requests."""
+    data = await asyncio.to_thread(decoded, body.serialized_named_tensors)
+    return await updated(service, body, StageTensors(data))
+
+
+async def update_weights_from_distributed(service: Served, body: BroadcastUpdate) -> Response:
+    """Receive weights that a trainer broadcasts, as rank 0 of a group of torch.distributed, in the order of
+    their names."""
+    return await updated(service, body, StageBroadcast(body.names, body.dtypes, body.sizes, body.group_name))
+
+
+async def init_weights_update_group(service: Served, body: GroupJoined) -> Response:
+    """Join a trainer's group of torch.distributed, with every rank of every engine. Returns when all members
+    have joined."""
+    service.check_alive()
+    await service.client.control(OnEveryRank(JoinGroup(**body.model_dump())))
+    return JSON(Done(True, f"joined the group {body.group_name}"))
+
+
+async def destroy_weights_update_group(service: Served, body: GroupLeft) -> Response:
+    """Leave a trainer's group."""
+    service.check_alive()
+    await service.client.control(OnEveryRank(LeaveGroup(body.group_name)))
+    return JSON(Done(True, f"left the group {body.group_name}"))
+
+
+async def update_weight_version(service: Served, body: VersionChange) -> Response:
+    """Change the name of the weights' version, which answers have. The weights stay."""
+    service.check_alive()
+    if body.abort_all_requests:
+        service.abort(None)
+    await service.client.control(SetWeightVersion(body.new_version))
+    return JSON(NewVersion(True, f"the weights' version is {body.new_version}", body.new_version))
+
+
+async def updated(
+    service: Service, body: WeightUpdate, stage: StageCheckpoint | StageTensors | StageBroadcast
+) -> Response:
+    service.check_alive()
+    if body.abort_all_requests:
+        service.abort(None)
+    reply = await service.client.update_weights(UpdateWeights(stage, body.weight_version))
+    waiting, number = reply.values["waiting"], reply.values["parameters"]
+    message = f"parameters updated: {number}"
+    if waiting:
+        names = ", ".join(waiting[:SHOWN]) + (" …" if len(waiting) > SHOWN else "")
+        message += f"; tensors that wait for others of the same parameter: {len(waiting)} ({names})"
+    return JSON(Updated(True, message, service.weight_version, waiting))
+
+
+def decoded(texts: list[str]) -> list[bytes]:
+    """Raises InvalidRequest for what is not base64, and for a pickle."""
+    data = []
+    for number, text in enumerate(texts):
+        where = f"serialized_named_tensors[{number}]"
+        try:
+            data.append(base64.b64decode(text, validate=True))
+        except (binascii.Error, ValueError) as error:
+            raise InvalidRequest(f"{where} is not base64: {error}", "serialized_named_tensors") from error
+        if data[-1].startswith(PICKLE):
+            raise InvalidRequest(
+                f"{where} is a pickle, which could run code: send base64 of what "
+                "safetensors.torch.save(dict(named_tensors)) returns",
+                "serialized_named_tensors",
+            )
+    return data
