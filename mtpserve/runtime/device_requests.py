@@ -26,10 +26,12 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Tree, VerifyOutput
 from mtpserve.core.spec_sizes import SpecSizes
-from mtpserve.runtime.transfer import upload, write
+from mtpserve.runtime.sampling.proposals import Node
+from mtpserve.runtime.transfer import staged, upload, write
 
 # stop tokens of a request that the device looks for; one with more of them is ended by the host alone
 STOPS = 32
+NO_NODE = Node(0, 0, 0)  # what comes after those that wait is void
 
 
 class RequestKernels(NamedTuple):
@@ -197,6 +199,36 @@ class DeviceRequests:
             verify_output.num_accepted_tokens, verify_output.failed, verify_output.tokens, *tree,
         )  # fmt: skip
 
+    def waiting(self, seats: Seq[int]) -> Tensor:
+        """What waits for these seats: how many drafts, then tokens, parents and sources of as many as a seat
+        may have [n, 1 + 3 K]."""
+        req_indices, number = upload(seats, self.device), self.draft_sources.shape[1]
+        columns = torch.arange(number, device=self.device).unsqueeze(0)
+        index = self.num_tokens[req_indices].unsqueeze(1) + columns
+        tree = self.draft_tree
+        return torch.cat(
+            [
+                self.num_draft_tokens[req_indices].unsqueeze(1),
+                self.tokens[req_indices.unsqueeze(1), index],
+                columns.expand(len(seats), -1) if tree is None else tree.parents[req_indices],
+                self.draft_sources[req_indices],
+            ],
+            1,
+        )
+
+    def replace_waiting(self, seats: Seq[int], nodes: Seq[Seq[Node]], trees: bool) -> None:
+        """Other drafts than those that wait for these seats. `trees`: they may branch."""
+        if (number := self.draft_sources.shape[1]) == 0:
+            return
+        rows = [[*request_nodes, *[NO_NODE] * (number - len(request_nodes))] for request_nodes in nodes]
+        fields = [[node[place] for row in rows for node in row] for place in range(3)]
+        lists = [*fields, *tree_rows(rows)] if trees else fields
+        req_indices, counts, *parts = staged([seats, list(map(len, nodes)), *lists], self.device)
+        tokens, parents, sources, *shape = (part.view(len(seats), -1) for part in parts)
+        tree, had_trees = Tree(parents, *shape) if trees else None, not self.branching.isdisjoint(seats)
+        self.store_drafts(req_indices, Drafts(tokens, counts, tree=tree, sources=sources), had_trees)
+        self.branch(seats, trees)
+
     def store_drafts(self, req_indices: Tensor, drafts: Drafts | None, trees: bool) -> None:
         """Put proposals after the committed tokens, where the next span's rows are read from. `trees`: some
         of these seats are `branching`."""
@@ -228,6 +260,19 @@ class DeviceRequests:
     def branch(self, seats: Collection[int], trees: bool) -> None:
         """The host's note of what now waits for these seats."""
         self.branching = (self.branching.union if trees else self.branching.difference)(seats)
+
+
+def tree_rows(rows: Seq[Seq[Node]]) -> tuple[list[int], list[int]]:
+    """Ancestors and depths of each request's tree, one after the other."""
+    ancestors, depths = list[int](), list[int]()
+    for row in rows:
+        first = len(depths)
+        ancestors.append(1)
+        depths.append(0)
+        for number, node in enumerate(row, 1):
+            ancestors.append(ancestors[first + node.parent] | 1 << number)
+            depths.append(depths[first + node.parent] + 1)
+    return ancestors, depths
 
 
 def chain_rows(drafts: int) -> tuple[list[int], list[int], list[int]]:

@@ -165,7 +165,7 @@ class WorkingMemory:
     boundary: int  # bytes of one hidden row
     context: int  # tokens
     state: Sizes  # what every seat has
-    tables: Sizes  # what seats get once a request has a penalty or a bias
+    tables: Sizes  # what seats get once a request has a penalty, a bias or a grammar
 
     def rows(self, running: int) -> list[tuple[str, int]]:
         config, arch, scheduler = self.config, self.arch, self.config.scheduler
@@ -178,7 +178,7 @@ class WorkingMemory:
         completed = (running + 1) * entries_of_nodes(config, arch, self.sizes)
         return [
             ("request state", self.state(running)),
-            ("tables of penalties and biases, when requests use them", self.tables(running)),
+            ("tables of penalties, biases and grammars, when requests use them", self.tables(running)),
             ("hidden states that wait for the draft model", absorbed),
             ("states of recurrent layers", (running + 1) * state_bytes),
             ("inputs of recurrent layers that wait for verification", (running + 1) * waiting_bytes),
@@ -201,7 +201,7 @@ def plan_memory(
     tables: Sizes,
 ) -> MemoryPlan:  # fmt: skip
     """`kv_dtype`: what keys and values are stored in. `state` is what every seat has, `tables` what seats get
-    once a request has a penalty or a bias. Raises NoRoom where nothing is left for the pool."""
+    once a request has a penalty, a bias or a grammar. Raises NoRoom where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
     width = arch.features.width(arch.hidden, arch.residual // arch.hidden)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 
 import torch
+from msgspec.structs import replace
 
 from mtpserve.core.batch import Hidden, Logprobs
 from mtpserve.core.plan import NOT_FINITE, SpanPlan, SpanResult
 from mtpserve.core.protocols.models import Trunk
 from mtpserve.core.request import TokenLogprob
 from mtpserve.runtime.runner_request import RunnerRequest
+from mtpserve.runtime.sampling.constraints import WaitingProposals
 from mtpserve.runtime.sampling.rules import LogitRules
 from mtpserve.runtime.transfer import Download, upload
 from mtpserve.spec.verify.logprobs import ranked
@@ -40,6 +42,7 @@ class RunnerOutput:
     logprobs: tuple[Download, ...] = ()
     prompt_logprobs: dict[int, tuple[Download, ...]] | None = None  # by the span's number
     rules: LogitRules | None = None  # where requests may have some
+    waiting: WaitingProposals | None = None  # of requests whose grammars bear on it
 
     def read(self) -> dict[int, SpanResult]:
         """By places in the plan. Called once: the requests get their tokens."""
@@ -56,7 +59,19 @@ class RunnerOutput:
         )
         for (_, _, request), result in zip(self.spans, results, strict=True):
             request.tokens += result.tokens
-        return {index: result for (index, _, _), result in zip(self.spans, results, strict=True)}
+        by_place = {index: result for (index, _, _), result in zip(self.spans, results, strict=True)}
+        return by_place if self.waiting is None else by_place | self.constrained(by_place, self.waiting)
+
+    def constrained(
+        self, by_place: Mapping[int, SpanResult], waiting: WaitingProposals
+    ) -> dict[int, SpanResult]:
+        """The results of requests whose grammars decide which proposals stay."""
+        rows = waiting.rows()
+        return {
+            index: replace(by_place[index], num_draft_tokens=waiting.read(request, rows[request.req_idx]))
+            for index, plan, request in self.spans
+            if request.req_idx in rows and by_place[index].error is None
+        }
 
 
 def downloads(scores: Logprobs | None, rows: slice = slice(None)) -> tuple[Download, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,16 +19,17 @@ from mtpserve.core.protocols.grammars import GrammarCompiler
 from mtpserve.core.protocols.models import Drafter
 from mtpserve.core.spec_sizes import SpecShape, SpecSizes
 from mtpserve.runtime.admissions import admitted, seat, start_states
-from mtpserve.runtime.graphs.graphs import StepGraphs
+from mtpserve.runtime.graphs.graphs import StepGraphs, verified
 from mtpserve.runtime.graphs.prompt_rows import Prompts
 from mtpserve.runtime.inputs import RowLayout, after_others, build, is_first, row_layout, without_stores
 from mtpserve.runtime.paging import Transfers
 from mtpserve.runtime.publish import RunnerOutput, Span, downloads, prompt_logprobs
 from mtpserve.runtime.runner_request import RunnerRequest
+from mtpserve.runtime.sampling.constraints import Constraints, WaitingProposals, constrained, follow
 from mtpserve.runtime.sampling.rules import BatchRules
 from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
 from mtpserve.runtime.step import Step
-from mtpserve.runtime.transfer import Download, Moment, moment, staged
+from mtpserve.runtime.transfer import Download, Moment, cached_upload, moment, staged
 from mtpserve.spec.build import DraftersByShape
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class Runner:
         self.transfers, self.drafters, self.grammars = transfers, drafters, grammars
         self.step, self.sampling, self.graphs, self.overlapped = step, sampling, graphs, overlapped
         self.drafter, self.req_tensors = step.drafter, step.req_tensors
+        self.constraints = Constraints(self.req_tensors, sampling.rules)
         self.requests: dict[int, RunnerRequest] = {}  # by req_idx
         self.last: tuple[Seq[RunnerRequest], SamplingFeatures] = (), SamplingFeatures()
         self.captured: dict[Drafter, StepGraphs] = {}  # with `reshape`: of each drafter that was used
@@ -110,9 +111,11 @@ class Runner:
             self.transfers.start(plan.transfers)
         self.admit(plan)
         spans = [(index, span, self.requests[span.req_idx]) for index, span in enumerate(plan.spans)]
-        for _, _, request in spans:
+        for _, span, request in spans:
             if request.grammar is not None:
-                self.follow(request)
+                follow(request)
+                if self.graphs is not None and span.samples:
+                    self.constraints.prepare(request)
         refused = [span for span in spans if span[2].error is not None]
         if refused:
             spans = [span for span in spans if span[2].error is None]
@@ -159,13 +162,6 @@ class Runner:
         if self.step.states is not None and seated:
             start_states([request.new_request for request in seated], self.step.states)
 
-    def follow(self, request: RunnerRequest) -> None:
-        try:
-            request.advance_grammar()
-        except ValueError as error:
-            log.exception("a grammar forbids the text of %s", request.id, extra={"request_id": request.id})
-            request.refuse(error)
-
     def replayable(self, span: Span) -> bool:
         """Among others that decode."""
         _, plan, request = span
@@ -182,7 +178,9 @@ class Runner:
         return new_rows and not scored and self.is_plain(plan, request)
 
     def is_plain(self, plan: SpanPlan, request: RunnerRequest) -> bool:
-        return plan.samples and request.plain and not self.sampling.rules.needs_host(request)
+        if request.is_constrained and request.proposals is None:
+            return False
+        return plan.samples and not self.sampling.rules.needs_host(request)
 
     def run(self, spans: Seq[Span], draft_depth: int) -> RunnerOutput:
         _, plans, requests = zip(*spans, strict=True)
@@ -194,15 +192,17 @@ class Runner:
         drafts = self.step.propose(batch, layout, hidden, verify_output)
         count, trees = (None, False) if drafts is None else (drafts.num_draft_tokens, drafts.tree is not None)
         drafted = [(plan, request) for plan, request in zip(plans, requests, strict=True) if plan.drafts_next]
+        counts, waiting = self.next_drafts(drafted, draft_depth, count, trees)
         return RunnerOutput(
             spans,
             copy,
             layout.widest,
             batch.tree is not None,
-            self.num_draft_tokens(drafted, draft_depth, count, trees),
+            counts,
             logprobs,
             {r: downloads(scores) for r, scores in scored.items()},
             self.sampling.rules,
+            waiting,
         )
 
     def batch(
@@ -246,7 +246,7 @@ class Runner:
 
     def features(self, requests: Seq[RunnerRequest]) -> SamplingFeatures:
         """The same object as in the last step where the requests are the same, as in steady decoding."""
-        if requests != self.last[0]:
+        if requests != self.last[0] or (not self.last[1].masks and constrained(requests)):
             self.last = requests, SamplingFeatures.of(requests, self.drafter.coupled)
         return self.last[1]
 
@@ -266,20 +266,21 @@ class Runner:
         features = (
             self.features(requests) if decoding else SamplingFeatures.of(requests, self.drafter.coupled)
         )
+        masks = self.constraints.upload(requests, self.sizes.trees) if features.masks else ()
         graph = graphs.replay(
             req_indices,
             [request.depth(draft_depth) for request in requests],
             self.max_draft_tokens(plans, draft_depth),
-            max(plan.num_draft_tokens for plan in plans),
+            max(map(verified, plans, requests)),
             draft_depth,
             features,
             not self.req_tensors.branching.isdisjoint(req_indices),
             any(plan.defers_kv for plan in plans),
             () if self.step.states is None else checkpoint_numbers(plans),
             lengths,
+            masks,
         )
         if graph is None:
-            # It is launched by itself: beside requests with grammars its drafts would become trees.
             return [self.run(spans, draft_depth)]
         outputs, output = [], graph.output
         for group, first in ((decoding, 0), (prompts, graph.key.requests)):
@@ -287,9 +288,10 @@ class Runner:
                 rows = slice(first, first + len(group))
                 count = None if output.num_proposals is None else output.num_proposals[first:]
                 drafted = [(plan, request) for _, plan, request in group]
-                counts = self.num_draft_tokens(drafted, draft_depth, count, output.proposes_trees)
+                counts, waiting = self.next_drafts(drafted, draft_depth, count, output.proposes_trees, True)
                 copies = graph.max_proposals, graph.has_trees, counts, downloads(output.logprobs, rows)
-                outputs.append(RunnerOutput(group, Download(output.table[rows]), *copies))
+                table = Download(output.table[rows])
+                outputs.append(RunnerOutput(group, table, *copies, waiting=waiting))
         return outputs
 
     def max_draft_tokens(self, plans: Seq[SpanPlan], draft_depth: int) -> list[int]:
@@ -305,33 +307,30 @@ class Runner:
             for plan in plans
         ]
 
-    def num_draft_tokens(
-        self,
-        drafted: Seq[tuple[SpanPlan, RunnerRequest]],
-        draft_depth: int,
-        count: Tensor | None,
+    def next_drafts(
+        self, drafted: Seq[tuple[SpanPlan, RunnerRequest]], draft_depth: int, count: Tensor | None,
         trees: bool,
-    ) -> Download | Seq[int]:
-        """Notes which requests' next drafts are trees, and returns how many drafts each has, or a bound.
-        `count` [requests, and padding]; None: nothing was drafted."""
+        captured: bool = False,
+    ) -> tuple[Download | Seq[int], WaitingProposals | None]:  # fmt: skip
+        """Notes which requests' next drafts are trees, and returns how many drafts each has, or a bound, and
+        those of requests with grammars. `count` [requests, and padding]; None: nothing was drafted."""
+        limits = [
+            self.sizes.max_draft_tokens(
+                request.depth(draft_depth), captured or not request.has_free_proposals, plan.max_draft_tokens
+            )
+            for plan, request in (drafted if count is not None else ())
+        ] or [0] * len(drafted)
+        for (_, request), limit in zip(drafted, limits, strict=True):
+            request.proposals, request.num_waiting = None, limit
         if count is None:
-            return [0] * len(drafted)
-        self.req_tensors.branch([request.req_idx for _, request in drafted], trees)
-        if self.overlapped:
-            return [
-                self.sizes.max_draft_tokens(request.depth(draft_depth), request.plain, plan.max_draft_tokens)
-                for plan, request in drafted
-            ]
-        return Download(count)
+            return limits, None
+        requests = [request for _, request in drafted]
+        self.req_tensors.branch([request.req_idx for request in requests], trees)
+        waiting = None if self.graphs is None else self.constraints.download(requests, self.sizes)
+        return limits if self.overlapped else Download(count), waiting
 
 
 def checkpoint_numbers(plans: Seq[SpanPlan]) -> list[list[int]]:
     """Two lists with a number for each span: tokens before the checkpoint, and the checkpoint's number."""
     checkpoints = [plan.checkpoint or (0, 0) for plan in plans]
     return [[tokens for tokens, _ in checkpoints], [number for _, number in checkpoints]]
-
-
-@lru_cache(maxsize=64)
-def cached_upload(lists: tuple[tuple[int, ...], ...], device: torch.device) -> list[Tensor]:
-    """`staged`, for lists that steady decoding repeats step after step. Nobody writes to these tensors."""
-    return staged(lists, device)

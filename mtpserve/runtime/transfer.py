@@ -9,6 +9,7 @@ copies out of it are done, and grows with what is asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -32,6 +33,12 @@ def staged(lists: Seq[Integers], device: torch.device) -> list[Tensor]:
         numbers[start : start + len(values)] = values
     copy = host.to(device, non_blocking=True)
     return [copy[start : start + len(values)] for values, start in zip(lists, starts, strict=False)]
+
+
+@lru_cache(maxsize=64)
+def cached_upload(lists: tuple[tuple[int, ...], ...], device: torch.device) -> list[Tensor]:
+    """`staged`, for lists that steady decoding repeats step after step. Nobody writes to these tensors."""
+    return staged(lists, device)
 
 
 def bits(values: Seq[float]) -> np.ndarray[Any, np.dtype[np.int64]]:

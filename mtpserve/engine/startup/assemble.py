@@ -338,11 +338,9 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
         processed_logprobs=options.sampling.logprobs_mode == "processed_logprobs",
         verify=verify_kernel(options, kernels),
     )
-    sampling = SamplingState(
-        sizes.max_num_reqs,
-        LogitRules(req_tensors, sizes.max_num_reqs, arch.vocab, options.eos_ids, options.processors, device),
-        device,
-    )
+    seats, rows = sizes.max_num_reqs, drafts.rows_per_step
+    rules = LogitRules(req_tensors, seats, arch.vocab, options.eos_ids, options.processors, device, rows)
+    sampling = SamplingState(seats, rules, device)
     grammars = None if options.grammars is None else prepared(options.grammars, options.others)
     pages = PageGroups(
         page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.step_tokens, sizes.states or None

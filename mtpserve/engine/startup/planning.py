@@ -264,7 +264,9 @@ def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tup
             coupled=coupled(config.spec),
             in_flight=in_flight,
         )
-        return req_tensors, LogitRules(req_tensors, running, arch.vocab, (), (), nowhere)
+        captured = device.type == "cuda" and not config.scheduler.disable_cuda_graph
+        max_masks = sizes.rows_per_step if captured else None
+        return req_tensors, LogitRules(req_tensors, running, arch.vocab, (), (), nowhere, max_masks)
 
     def state(running: int) -> int:
         req_tensors, rules = parts(running)

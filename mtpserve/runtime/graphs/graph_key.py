@@ -47,8 +47,8 @@ class GraphOutput(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
     key: GraphKey
-    # [3 to 5, requests + spans]: req_idx, depth, the most proposals, and the numbers of checkpoints where
-    # layers keep states
+    # [3 to 6, requests + spans]: req_idx, depth, the most proposals; the numbers of checkpoints where layers
+    # keep states; the first mask where grammars bear on the step
     request_numbers: Tensor
     prompt_numbers: Tensor | None  # [3, spans], see `padded_prompts`
     layout: RowLayout | None  # for decoding requests; every replay reads its tensors

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch
+from mtpserve.core.plan import SpanPlan
 from mtpserve.runtime.graphs.capture import CaptureFailed, GraphCapturer
 from mtpserve.runtime.graphs.graph_key import CapturedGraph, GraphKey, GraphOutput, padded, tiers
 from mtpserve.runtime.graphs.prompt_rows import (
@@ -40,7 +41,8 @@ from mtpserve.runtime.graphs.prompt_rows import (
     prompt_layout,
 )
 from mtpserve.runtime.inputs import RowLayout, build, row_layout
-from mtpserve.runtime.sampling.rule_tables import TableRules
+from mtpserve.runtime.runner_request import RunnerRequest
+from mtpserve.runtime.sampling.rule_tables import RowMasks, TableRules
 from mtpserve.runtime.sampling.sampling import BatchSampler, SamplingFeatures, SamplingState
 from mtpserve.runtime.step import Step
 from mtpserve.runtime.transfer import write
@@ -50,6 +52,13 @@ log = logging.getLogger(__name__)
 MIXED_ROWS = (16, 32, 64, 128, 256)  # numbers of requests that decode beside prompts
 DEPTHS = (1, 3)  # chains' depths, besides the engine's own
 LOG_S = 10.0  # between two lines
+
+
+def verified(plan: SpanPlan, request: RunnerRequest) -> int:
+    """Drafts of a span. Where the host decides about a request's drafts, the plan may have a higher bound."""
+    return (
+        plan.num_draft_tokens if request.grammar is None else min(plan.num_draft_tokens, request.num_waiting)
+    )
 
 
 class StepGraphs:
@@ -75,11 +84,13 @@ class StepGraphs:
         self, req_indices: Seq[int], depths: Seq[int], max_draft_tokens: Seq[int], drafts: int,
         draft_depth: int, features: SamplingFeatures, trees: bool,
         deferred: bool = False, checkpoints: Seq[Seq[int]] = (), prompts: Prompts | None = None,
+        masks: Seq[int] = (),
     ) -> CapturedGraph | None:  # fmt: skip
         """`drafts` of the widest span; `draft_depth`: how deep the step drafts; `deferred`: as in GraphKey;
         `checkpoints`: numbers of checkpoints, where layers keep states; `prompts`: the last ones of the
-        requests. What it gives is overwritten by the next replay, on the device and in its order. None: such
-        a step cannot be captured, or its prompts are too long, and nothing was done."""
+        requests; `masks`: the first mask of each request, see RowMasks. What it gives is overwritten by the
+        next replay, on the device and in its order. None: such a step cannot be captured, or its prompts are
+        too long, and nothing was done."""
         decoding, deepest = (
             len(req_indices) - (0 if prompts is None else len(prompts.lengths)),
             draft_depth if any(depths) else 0,
@@ -102,6 +113,7 @@ class StepGraphs:
             (depths, 0),
             (max_draft_tokens, 0),
             *((column, 0) for column in checkpoints),
+            *([(masks, 0)] if key.features.masks else []),
         )
         write(graph.request_numbers, [padded(numbers, decoding, filler, key) for numbers, filler in lists])
         if prompts is not None and graph.prompt_numbers is not None:
@@ -196,15 +208,21 @@ class StepGraphs:
         trees: bool,
         deferred: bool = False,
     ) -> GraphKey:
-        assert drafts <= self.drafts
         size = next(tier for tier in tiers(self.max_batch_size) if tier >= requests)
         if drafts == 0 and deepest == 0:
             return GraphKey(size, 1, 0, False, features.rounded(), deferred)
+        sizes = self.step.drafter.sizes
+        # Grammars may force more than the draft model proposes.
+        forced = features.masks and drafts > (self.drafts if sizes.trees else self.depth_of(deepest))
         # The step in which the depth changes is as wide as the deeper one.
-        depth, sizes = self.depth_of(max(drafts, deepest)), self.step.drafter.sizes
+        depth = self.depth_of(deepest if forced else max(drafts, deepest))
+        width = self.drafts if sizes.trees or sizes.always_free else depth
+        if forced:
+            width = sizes.nodes if sizes.trees else sizes.depth
+        assert drafts <= width
         return GraphKey(
             size,
-            (self.drafts if sizes.trees or sizes.always_free else depth) + 1,
+            width + 1,
             depth,
             trees,
             features.rounded(),
@@ -266,7 +284,10 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> CapturedGraph | None:
         step, device = self.step, self.step.req_tensors.device
-        fillers = [step.req_tensors.padding, 0, 0, *([0, 0] if step.states is not None else [])]
+        fillers = [
+            step.req_tensors.padding,
+            *(0, 0, *([0, 0] if step.states is not None else []), *([0] if key.features.masks else [])),
+        ]
         request_numbers = torch.empty(
             len(fillers), key.requests + key.spans, dtype=torch.int64, device=device
         )
@@ -289,6 +310,8 @@ class StepGraphs:
         if key.features.rules:  # their tables outlive the graph, and are not in its memory
             self.sampling.rules.bias_table()
             self.sampling.rules.count_tables()
+        if key.features.masks:
+            self.sampling.rules.mask_table()
         try:
             output, replay = self.capturer.capture(body)
             max_drafts = max(key.width - 1, 0)
@@ -323,14 +346,23 @@ class StepGraphs:
         """`request_numbers`, `prompt_numbers`, `layout`: see CapturedGraph."""
         step, resumed = self.step, None
         req_indices, num_steps, max_draft_tokens, *checkpoints = request_numbers.unbind(0)
+        tables, masks = key.features.rules, None
+        if key.features.masks:
+            masks = RowMasks(self.sampling.rules.mask_table(), checkpoints.pop())
         if prompt_numbers is not None:
             lengths, real, after_others = prompt_numbers.unbind(0)
             prompts = prompt_layout(lengths, real, key.rows)
             layout = prompts if layout is None else mixed_layout(layout, prompts)
             resumed = after_others if key.resumed else None
         assert layout is not None
-        rules = TableRules(self.sampling.rules) if key.features.rules else None
-        sampler = BatchSampler(self.sampling, key.features, rules)
+        rules = TableRules(
+            self.sampling.rules,
+            any_bias=tables,
+            any_penalty=tables,
+            any_min_tokens=tables,
+            masks=masks,
+        )
+        sampler = BatchSampler(self.sampling, key.features, rules if tables or masks is not None else None)
         batch = build(layout, step.req_tensors, req_indices, sampler, key.trees)._replace(
             resumed=resumed,
             draft_depth=key.max_steps,
@@ -338,7 +370,8 @@ class StepGraphs:
             max_draft_tokens=max_draft_tokens if step.drafter.sizes.trees else None,
             defers_kv=key.defers_kv,
             extends_kv=not key.defers_kv or key.rows > 0,
-            has_trees=key.trees,
+            # what the host has put in place of drafts is theirs no more
+            has_trees=key.trees or masks is not None,
         )
         if checkpoints:
             batch = batch._replace(checkpoint_tokens=checkpoints[0], checkpoint_states=checkpoints[1])

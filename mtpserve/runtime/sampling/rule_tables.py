@@ -1,4 +1,5 @@
-"""Rules that the device reads from tables with a row for each seat: bias, penalties, min_tokens.
+"""Rules that the device reads from tables with a row for each seat: bias, penalties, min_tokens; and masks
+that the host has uploaded for one step.
 
 Nothing of them is read on the host, and requests without a rule have rows that change nothing, to the last
 bit. So a captured step applies all of them to all of its requests.
@@ -6,6 +7,7 @@ bit. So a captured step applies all of them to all of its requests.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -40,6 +42,30 @@ class RuleTables(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """What grammars allow in the rows of a verification: bit j of word i is token 32 i + j."""
+
+    words: Tensor  # [masks, words] int32; the first one allows everything
+    firsts: Tensor  # [R] int64, the mask of each request's text, before those of its nodes; 0: it has none
+
+    def apply(self, logits: Tensor, raw: Tensor) -> Tensor:
+        """logits [R * nodes, vocabulary] after other rules, raw before them. Where other rules leave nothing
+        that the grammar allows, the grammar wins: min_tokens cannot prolong finished JSON."""
+        requests, vocab = self.firsts.shape[0], logits.shape[1]
+        numbers = torch.arange(logits.shape[0] // requests, device=logits.device)
+        firsts = self.firsts.unsqueeze(1)
+        rows = torch.where(firsts > 0, firsts + numbers, 0).flatten()
+        octets = self.words.index_select(0, rows).view(torch.uint8).unsqueeze(2)  # the lowest one first
+        bits = octets >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+        allowed = bits.view(torch.bool).flatten(1)[:, :vocab]
+        masked = torch.where(allowed, logits, -torch.inf)
+        if raw is logits:
+            return masked
+        empty = (masked == -torch.inf).all(-1, keepdim=True) & (rows > 0).unsqueeze(1)
+        return torch.where(empty, torch.where(allowed, raw, -torch.inf), masked)
+
+
 class TableRules:
     """core.protocols.Sampler's `processed`, `advance` and `forced` for rules in tables."""
 
@@ -50,19 +76,25 @@ class TableRules:
         any_bias: bool = True,
         any_penalty: bool = True,
         any_min_tokens: bool = True,
+        masks: RowMasks | None = None,
     ) -> None:
-        self.tables, self.req_tensors = tables, tables.req_tensors
+        """`masks`: for verification alone, nothing proposed is masked."""
+        self.tables, self.req_tensors, self.masks = tables, tables.req_tensors, masks
         self.any_bias, self.any_penalty, self.any_min_tokens = any_bias, any_penalty, any_min_tokens
 
     def apply(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
+        raw = logits
         if self.any_bias:
             logits = logits + self.tables.bias_table()[req_indices]
         if self.any_min_tokens:
             logits = self.without_end(logits, req_indices, count)
-        return self.penalised(logits, req_indices, path, count) if self.any_penalty else logits
+        if self.any_penalty:
+            logits = self.penalised(logits, req_indices, path, count)
+        return logits if self.masks is None else self.masks.apply(logits, raw)
 
     def advance(self, batch: Batch, verify_output: VerifyOutput) -> None:
         """Called before the seats move on."""
+        self.masks = None
         if not self.any_penalty:
             return
         _, counts = self.tables.count_tables()

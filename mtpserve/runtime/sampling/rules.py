@@ -40,7 +40,9 @@ class LogitRules:
         eos_ids: Collection[int],
         processors: Seq[LogitsProcessor],
         device: torch.device,
+        max_masks: int | None = None,
     ) -> None:
+        """`max_masks`: of one request in one captured step; None: no step is captured."""
         self.req_tensors, self.vocab, self.eos_ids, self.processors, self.device = (
             req_tensors,
             vocab,
@@ -49,6 +51,8 @@ class LogitRules:
             device,
         )
         self.number = number = number + 1  # one more seat pads batches
+        self.max_masks = max_masks
+        self.masks: Tensor | None = None
         self.bias: Tensor | None = None  # float32, added
         self.prompt: Tensor | None = None  # bool, is in the prompt
         self.counts: Tensor | None = None  # int64, how often it is in the output
@@ -58,8 +62,20 @@ class LogitRules:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of bias, prompt and counts, if all are there."""
-        return self.number * self.vocab * (4 + 1 + 8)
+        """Bytes of bias, prompt, counts and masks, if all are there."""
+        rows, words = self.mask_shape if self.max_masks is not None else (0, 0)
+        return self.number * self.vocab * (4 + 1 + 8) + rows * words * 4
+
+    @property
+    def mask_shape(self) -> tuple[int, int]:
+        assert self.max_masks is not None
+        # The last request's rows may be fewer than a graph reads for it.
+        return (self.number + 1) * self.max_masks + 1, -(-self.vocab // 32)
+
+    def mask_table(self) -> Tensor:
+        if self.masks is None:
+            self.masks = torch.full(self.mask_shape, -1, dtype=torch.int32, device=self.device)
+        return self.masks
 
     def bias_table(self) -> Tensor:
         if self.bias is None:
@@ -87,10 +103,11 @@ class LogitRules:
         return {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
 
     def needs_host(self, request: RunnerRequest) -> bool:
-        """True if some rule of the request is not in tables of the device (rule_tables.py), so that its steps
-        cannot be captured."""
+        """True if some rule of the request is not in tables of the device (rule_tables.py), or it has a
+        prediction, so that its steps cannot be captured. Most grammars can (constraints.py)."""
         stops = request.is_below_min_tokens and len(self.ends(request)) > self.req_tensors.stops.shape[1]
-        return bool(self.processors or request.host_rules or request.is_constrained or stops)
+        proposes_here = request.has_prediction or request.needs_masked_proposals
+        return bool(self.processors or request.host_rules or proposes_here or stops)
 
     def groups(self, requests: Seq[RunnerRequest]) -> RuleGroups | None:
         """None: no rule applies to any of these requests."""

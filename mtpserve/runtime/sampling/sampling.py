@@ -44,6 +44,7 @@ class SamplingFeatures:
     all_coupled: bool = False
     top_logprobs: int | None = None
     rules: bool = False  # some request has a rule that the device reads from tables
+    masks: bool = False  # some request has a grammar that bears on the step
 
     @classmethod
     def of(cls, requests: Seq[RunnerRequest], coupled: bool) -> SamplingFeatures:
@@ -58,7 +59,8 @@ class SamplingFeatures:
             any_coupled=any(request.new_request.point_masses for request in requests),
             all_coupled=coupled,
             top_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
-            rules=any(request.has_rules for request in requests),
+            rules=any(request.has_table_rules for request in requests),
+            masks=any(request.is_constrained for request in requests),
         )
 
     def rounded(self) -> SamplingFeatures:
