@@ -44,8 +44,8 @@ class ProposalLimits:
 
 
 class Proposals:
-    """What stays of one request's proposals. `words` [1 + nodes, words] int32: what may follow each node, as in
-    core.protocols.grammars."""
+    """What stays of one request's proposals. `words` [1 + nodes, words] int32: what may follow each node, as
+    core.protocols.grammars has it."""
 
     def __init__(self, grammar: Grammar, vocab: int, limits: ProposalLimits, waiting: Seq[Node] = ()) -> None:
         """`waiting`: what the device has, in its order."""
