@@ -32,6 +32,8 @@ def step(count: int) -> None:
     from mtpserve_kernels.fused.norm import add_rms_norm
     from mtpserve_kernels.fused.rope import latent_store, rope_store
     from mtpserve_kernels.fused.silu import silu_mul
+    from mtpserve_kernels.lora.grouped import add_lora
+    from mtpserve_kernels.lora.reference import RowAdapters
     from mtpserve_kernels.moe.experts import experts
     from mtpserve_kernels.moe.experts_rows import experts_rows
     from mtpserve_kernels.moe.route import route
@@ -58,6 +60,7 @@ def step(count: int) -> None:
     x, cos = torch.zeros(count, 256), torch.zeros(64, 64)
     add_rms_norm(x, x, x[0], 1e-6)
     silu_mul(x)
+    add_lora(x, torch.zeros(count, 192), RowAdapters(ints(count), ints(count)), x.new_zeros(4, 48, 256), x.new_zeros(4, 16, 192), (64,) * 3)
     rope_store(x.new_zeros(count, 12, 128), ints(count), cos, cos, ints(count), cache, cache, 8)
     latent, norm = x.new_zeros(64, 1, 640), x.new_zeros(512)
     latent_store(x.new_zeros(count, 8, 192), x.new_zeros(count, 640), ints(count), cos, cos, ints(count), latent, norm, 1e-6, 64)

@@ -126,6 +126,7 @@ CASES = [
     KernelCase("linear, gated", "fused.linear:skinny_gated", "", gated, inputs.linear),
     KernelCase("linear_fp8", "quant.linear_fp8:linear_fp8", "", "quant.reference:linear_fp8", inputs.linear_fp8),
     KernelCase("linear_rows", "quant.rows:linear_rows", "", linear_rows, inputs.linear_rows),
+    KernelCase("add_lora", "lora.grouped:add_lora", "cpu.lora:add_lora", "lora.reference:add_lora", inputs.add_lora),
     KernelCase("route", "moe.route:route", cpu_route, moe.route, inputs.route, sorted_experts),
     KernelCase("experts, 3 rows", "moe.experts:experts", cpu_experts, moe.experts, partial(inputs.experts, rows=3)),
     KernelCase("experts, 70 rows", "moe.experts:experts", cpu_experts, moe.experts, partial(inputs.experts, rows=70)),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpserve_kernels.lora.reference import row_adapters
 from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans
 from mtpserve_kernels.requests.reference import RequestTable
 
@@ -49,6 +50,14 @@ def rotation(random: Random, rows: int, rope: int) -> tuple[Tensor, Tensor, Tens
     """→ positions [rows], cos and sin [50, rope / 2]"""
     angles = torch.outer(torch.arange(50.0), 10_000 ** -(torch.arange(0, rope, 2) / rope))
     return random.integers(50, rows), angles.cos(), angles.sin()
+
+
+def add_lora(random: Random) -> tuple[Any, ...]:
+    """Rows of two adapters and of none."""
+    parts, rank = (96, 33, 31), 8
+    a, b = random.matrix(3, len(parts) * rank, 200), random.matrix(3, rank, sum(parts))
+    slots = torch.tensor([-1, 0, 2, 2, -1, 0])
+    return random.normal(6, 200), random.normal(6, sum(parts)), row_adapters(slots), a, b, parts
 
 
 def rope_store(random: Random) -> tuple[Any, ...]:

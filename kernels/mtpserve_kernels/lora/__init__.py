@@ -1,0 +1,1 @@
+"""Low-rank adapters of linear layers: several in one batch."""
