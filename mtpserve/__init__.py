@@ -7,14 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mtpserve.core.protocols.adapters import LoRARequest
     from mtpserve.core.sampling import SamplingParams
-    from mtpserve.llm import LLM, Completion
+    from mtpserve.llm import LLM
+from mtpserve.text.outputs import Completion
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "LoRARequest", "SamplingParams", "__version__"]
 
 # Imported when asked for: `import mtpserve` loads no torch.
-_HOMES = {"LLM": "mtpserve.llm", "Completion": "mtpserve.llm", "SamplingParams": "mtpserve.core.sampling"}
+_HOMES = {
+    "LLM": "mtpserve.llm",
+    "Completion": "mtpserve.text.outputs",
+    "LoRARequest": "mtpserve.core.protocols.adapters",
+    "SamplingParams": "mtpserve.core.sampling",
+}
 
 
 def __getattr__(name: str) -> Any:

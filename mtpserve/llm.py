@@ -7,20 +7,22 @@ import difflib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
 from mtpserve.config import SECTIONS, EngineConfig
 from mtpserve.config.options import check
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, RequestFailed
+from mtpserve.core.protocols.adapters import LoRARequest
 from mtpserve.core.protocols.control import Call, Reply
-from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
+from mtpserve.core.request import Finish, Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.messages import Message, conversations_of, for_template
+from mtpserve.text.outputs import Completion, OfflineRequest, StreamStep
 from mtpserve.text.requests import request_of, spelling_of
-from mtpserve.text.tokenizer import Tokenizer, tokenizer_of
+from mtpserve.text.tokenizer import tokenizer_of
 from mtpserve.weights.checkpoint.hub import fetched
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 SamplingList = SamplingParams | Sequence[SamplingParams] | None
+LoRAList = LoRARequest | Sequence[LoRARequest | None] | None
 # Methods of vLLM's LLM that do not exist here, with the reason.
 VECTORS = "the model continues text, and computes no vectors or scores"
 REFUSED = {
@@ -36,128 +39,6 @@ REFUSED = {
     **dict.fromkeys(("collective_rpc", "apply_model"), "the engine runs no functions of the caller"),
     **dict.fromkeys(("sleep", "wake_up"), "use close(), which frees the memory, and create the LLM again"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """`finish_reason` is stop, length or error; `text` and `tokens` are those generated until then."""
-
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int  # of these, found in the prefix cache
-    drafted: int  # draft tokens verified for this prompt
-    accepted: int  # how many of them were accepted
-    error: str | None = None
-    logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, with SamplingParams.logprobs
-    # of the prompt from its second token on, with SamplingParams.prompt_logprobs
-    prompt_logprobs: list[TokenLogprob] | None = None
-    # what each step proposed and accepted, with Speculation.trace
-    trace: list[Proposal] = field(default_factory=list)
-
-    @property
-    def outputs(self) -> list[Self]:
-        """The completion itself: programs for vLLM read `output.outputs[0].text`."""
-        return [self]
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The same as `tokens`, under vLLM's name."""
-        return self.tokens
-
-
-@dataclass(frozen=True, slots=True)
-class StreamStep:
-    """One step of one request. The pieces, joined, are its new text; text that may become a stop string is
-    held back."""
-
-    tokens: list[int]  # accepted drafts, then the trunk's own token; cut off after a stop
-    proposal: Proposal  # the drafts that were verified
-    accepted: int  # drafts among `tokens`
-    accepted_pieces: list[str]
-    own_piece: str
-    # one per rejected draft; of a tree, only the likeliest branch after the accepted drafts
-    rejected_pieces: list[str]
-    finish: Finish | None
-    error: str | None = None
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
-    cached_tokens: int = 0  # with the first token: of the prompt, found in the prefix cache
-
-    @property
-    def text(self) -> str:
-        return "".join(self.accepted_pieces) + self.own_piece
-
-
-@dataclass(slots=True)
-class OfflineRequest:
-    """One request while it runs: turns its events into steps."""
-
-    tokenizer: Tokenizer
-    detokenizer: Detokenizer
-    prompt_tokens: int
-    traced: bool = False
-    steps: list[StreamStep] = field(default_factory=list)
-
-    def take(self, event: TokenEvent) -> StreamStep:
-        pieces: list[str] = []
-        stopped = False
-        for token in event.tokens:
-            delta = self.detokenizer.push([token])
-            pieces.append(delta.text)
-            if stopped := delta.stopped:
-                break
-        accepted = min(event.num_accepted_tokens, len(pieces))
-        text = "".join(pieces[accepted:])
-        if event.finish is not None and not stopped:
-            text += self.detokenizer.finish()
-        return StreamStep(
-            tokens=event.tokens[: len(pieces)],
-            proposal=event.proposal,
-            accepted=accepted,
-            accepted_pieces=pieces[:accepted],
-            own_piece=text,
-            rejected_pieces=[self.tokenizer.decode([token]) for token in refused(event)],
-            finish=Finish.STOP if stopped else event.finish,
-            error=event.error,
-            logprobs=None if event.logprobs is None else event.logprobs[: len(pieces)],
-            prompt_logprobs=event.prompt_logprobs,
-            cached_tokens=event.num_cached_tokens,
-        )
-
-    def completion(self) -> Completion:
-        last = self.steps[-1]
-        return Completion(
-            text="".join(step.text for step in self.steps),
-            tokens=[token for step in self.steps for token in step.tokens],
-            finish_reason=str(last.finish),
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=sum(step.cached_tokens for step in self.steps),
-            drafted=sum(len(step.proposal.tokens) for step in self.steps),
-            accepted=sum(step.accepted for step in self.steps),
-            error=last.error,
-            logprobs=joined(step.logprobs for step in self.steps),
-            prompt_logprobs=joined(step.prompt_logprobs for step in self.steps),
-            trace=[step.proposal for step in self.steps if step.tokens] if self.traced else [],
-        )
-
-
-def joined(parts: Iterable[list[TokenLogprob] | None]) -> list[TokenLogprob] | None:
-    logprobs = [scores for scores in parts if scores is not None]
-    return [score for scores in logprobs for score in scores] if logprobs else None
-
-
-def refused(event: TokenEvent) -> list[int]:
-    """The rejected drafts that continue the accepted ones: the likeliest branch below the last accepted
-    node."""
-    proposal, node = event.proposal, ([0, *event.proposal.path])[-1]
-    tokens = []
-    for draft, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True), 1):
-        if parent == node and draft not in proposal.path:
-            tokens.append(token)
-            node = draft
-    return tokens
 
 
 class LLM:
@@ -224,9 +105,11 @@ class LLM:
         progress: Callable[[int], None] = lambda ended: None,
         *,
         sampling_params: SamplingList = None,
+        lora_request: LoRAList = None,
     ) -> list[Completion]:
         """One completion per prompt, in order. A prompt is a text or token ids; `sampling` is for all or one
-        for each; `sampling_params` is vLLM's name of it. `progress` gets the number of prompts that have
+        for each; `sampling_params` is vLLM's name of it. So is `lora_request` for all or one for each: an
+        adapter, which is loaded when it is first used. `progress` gets the number of prompts that have
         ended, each time that one ends.
 
         Without `sampling`, the model's recommended parameters, up to the context length. Raises
@@ -245,9 +128,16 @@ class LLM:
             raise InvalidRequest(
                 f"there are {len(prompt_list)} prompts and {len(params)} sampling parameters", "sampling"
             )
+        loras = (
+            list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(prompt_list)
+        )
+        if len(loras) != len(prompt_list):
+            raise InvalidRequest(
+                f"there are {len(prompt_list)} prompts and {len(loras)} adapters", "lora_request"
+            )
         outputs: dict[str, OfflineRequest] = {}
         ended = 0
-        for id, step in self._run(prompt_list, params, outputs):
+        for id, step in self._run(prompt_list, params, outputs, loras):
             outputs[id].steps.append(step)
             if step.finish is not None:
                 ended += 1
@@ -263,6 +153,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRAList = None,
         progress: Callable[[int], None] = lambda ended: None,
     ) -> list[Completion]:
         """One completion per conversation, in order: `messages` is one conversation, or a list of them, in
@@ -297,16 +188,21 @@ class LLM:
             )
             for conversation in conversations_of(messages)
         ]
-        return self.generate(prompts, sampling_params, progress)
+        return self.generate(prompts, sampling_params, progress, lora_request=lora_request)
 
     def __getattr__(self, name: str) -> Any:
         reason = f": {REFUSED[name]}" if name in REFUSED else ""
         raise AttributeError(f"LLM has no {name!r}{reason}")
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[StreamStep]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[StreamStep]:
         """The steps of one prompt as they come; closing the iterator ends the request. Raises RequestFailed
         if the request fails."""
-        for _, step in self._run([prompt], [sampling or self.sampling()], {}):
+        for _, step in self._run([prompt], [sampling or self.sampling()], {}, [lora_request]):
             if step.finish is Finish.ERROR:
                 raise RequestFailed(step.error or "the request failed")
             yield step
@@ -316,16 +212,17 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling: Sequence[SamplingParams],
         outputs: dict[str, OfflineRequest],
+        loras: Sequence[LoRARequest | None],
     ) -> Iterator[tuple[str, StreamStep]]:
         """Runs the engine until all requests have ended. `outputs` is filled with one entry per prompt, in
         order."""
         live: set[str] = set()
         engine = self.engine  # an iterator that is not closed may outlive `close`
         try:
-            for prompt, params in zip(prompts, sampling, strict=True):
+            for prompt, params, lora in zip(prompts, sampling, loras, strict=True):
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request = request_of(
-                    spelling_of(self.tokenizer, params), f"offline-{next(self._ids)}", ids, params
+                    spelling_of(self.tokenizer, params), f"offline-{next(self._ids)}", ids, params, lora=lora
                 )
                 detokenizer = Detokenizer(self.tokenizer.fast, params, self.engine.card.eos_ids, ids)
                 outputs[request.id] = OfflineRequest(

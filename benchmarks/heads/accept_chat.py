@@ -15,7 +15,8 @@ from typing import Any
 from chat_prompts import prompts
 
 from mtpserve.core.sampling import SamplingParams, Speculation
-from mtpserve.llm import LLM, Completion
+from mtpserve.llm import LLM
+from mtpserve.text.outputs import Completion
 
 STEPS = 3
 TOKEN_MAP = "token_map.json"

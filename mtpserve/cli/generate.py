@@ -21,7 +21,7 @@ from mtpserve.core.errors import ConfigError, InvalidRequest, quantity
 from mtpserve.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from mtpserve.llm import StreamStep
+    from mtpserve.text.outputs import StreamStep
 
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 MAX_TOKENS = 128

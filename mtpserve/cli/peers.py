@@ -32,9 +32,10 @@ ADVICE = {  # names of one advice with blanks between them
     "enable-hierarchical-cache hicache-ratio kv-offloading-backend": "use --kv-offload-gib",
     "enable-log-outputs enable-per-request-metrics export-metrics-to-file": f"see --log-requests and "
     f"/metrics: {LEAVE}",
-    "enable-lora lora-paths lora-modules max-loras max-loras-per-batch max-lora-rank lora-backend": (
-        "adapters are not supported"
-    ),
+    "lora-backend lora-target-modules lora-dtype fully-sharded-loras lora-extra-vocab-size": f"adapters are "
+    f"computed as the model is: {LEAVE}",
+    "max-cpu-loras max-loaded-loras lora-eviction-policy enable-lora-overlap-loading": f"all loaded adapters "
+    f"are in host memory, and the least recently used one leaves the device: {LEAVE}",
     "enable-memory-saver enable-sleep-mode": f"memory is kept until the server ends: {LEAVE}",
     "enable-metrics-for-all-schedulers": "use --metrics-compat vllm, which has the label engine",
     "enable-mtp": "use --speculative-algorithm MTP",
@@ -109,7 +110,7 @@ LLAMA = {  # llama.cpp's
     "embedding embeddings reranking": "models that give vectors are not supported",
     "grammar grammar-file json-schema": "use the fields of a request: `response_format`, or `ebnf`",
     "hf-file": "use --model with the path of the downloaded GGUF file",
-    "lora lora-scaled": "adapters are not supported",
+    "lora lora-scaled": "use --lora-modules with a directory as PEFT saves it",
     "mmproj mmproj-url no-mmproj": "pictures and sound are not supported: a model gets text alone",
     "model-url": "download the file, and use --model with its path",
     "predict n-predict temp temperature top-k top-p min-p presence-penalty frequency-penalty repeat-penalty "

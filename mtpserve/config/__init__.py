@@ -6,6 +6,7 @@ from __future__ import annotations
 from mtpserve.config.cache import CacheConfig
 from mtpserve.config.disaggregation import DisaggregationConfig
 from mtpserve.config.engine import ENGINE_SECTIONS, EngineConfig, SamplingConfig
+from mtpserve.config.lora import LoRAConfig
 from mtpserve.config.model import ModelConfig
 from mtpserve.config.parallel import CPUConfig, ParallelConfig
 from mtpserve.config.scheduler import SchedulerConfig
@@ -21,6 +22,7 @@ __all__ = [
     "CacheConfig",
     "DisaggregationConfig",
     "EngineConfig",
+    "LoRAConfig",
     "ModelConfig",
     "ParallelConfig",
     "SamplingConfig",

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from mtpserve.config.cache import CacheConfig
 from mtpserve.config.disaggregation import HOST_GIB, DisaggregationConfig
+from mtpserve.config.lora import LoRAConfig
 from mtpserve.config.model import ModelConfig
 from mtpserve.config.options import option
 from mtpserve.config.parallel import CPUConfig, ParallelConfig
@@ -45,6 +46,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     cpu: CPUConfig = field(default_factory=CPUConfig)
     replica: int = 0
     rank: int = 0

@@ -90,6 +90,7 @@ class Batch(NamedTuple):
     max_draft_tokens: Tensor | None = None
     defers_kv: bool = False  # a later step stores the draft model's KV of some spans' last rows
     extends_kv: bool = True  # this step stores that of some spans' rows
+    has_adapters: bool = False  # some row's request has one
     has_trees: bool = False  # drafts of some request branch, or may be left from drafts that did
 
     @property

@@ -35,6 +35,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     coupled: bool = False
     # Where `num_computed_tokens` is not 0: the kept state from which its recurrent layers start.
     start_state: int = -1
+    adapter_slot: int = -1  # where the layers find its adapter; -1: it has none
 
     @property
     def id(self) -> str:

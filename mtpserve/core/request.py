@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from mtpserve.core.kv_transfer import PageOffer, PageSource
+from mtpserve.core.protocols.adapters import LoRARequest
 from mtpserve.core.sampling import SamplingParams
 
 
@@ -45,6 +46,7 @@ class Request:
     is_migrated: bool = False  # from an engine that was lost: no queue is too long for it
     source: PageSource | None = None  # who has the pages of its prompt
     kv_offer_id: str | None = None  # the name under which its prompt's pages are kept for another node
+    lora: LoRARequest | None = None  # the adapter that it is computed with
     choices: int = 1  # texts that are made of its prompt; 0 for all of them but the first
 
     @property

@@ -16,6 +16,7 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.core.plan import NewRequest, SpanPlan
 from mtpserve.core.state.cache_state import BlockList
 from mtpserve.core.state.request_state import RequestState
+from mtpserve.engine.lora.adapter_slots import AdapterSlots
 from mtpserve.engine.pages.prefixes import Prefixes
 from mtpserve.engine.queue import MAX_PREFIX_LOOKUPS, QUEUE_KEY, SchedulingPolicy, WaitingQueue
 from mtpserve.engine.spans import admission, chunk, to_compute
@@ -26,9 +27,9 @@ MAX_EXPECTED_TOKENS = 4096  # a request's output, whatever its limit is
 class Admission:
     """`running` is the scheduler's list, in order; admitted requests are put into it.
 
-    A request that waits for its turn is passed over in two cases: another one is just computing pages that it
-    can use, or as many long prompts as may be computed together run already. It is not passed over for want
-    of pages.
+    A request that waits for its turn is passed over in three cases: another one is just computing pages that
+    it can use, as many long prompts as may be computed together run already, or its adapter gets no slot. It
+    is not passed over for want of pages.
     """
 
     def __init__(
@@ -41,12 +42,17 @@ class Admission:
     ) -> None:
         self._pages, self._prefixes, self._queue, self._policy = pages, prefixes, queue, policy
         self.free_req_indices = list(range(max_running))  # a heap
+        self.adapters = AdapterSlots()
         self._long_prompts_waited = False  # long prompts had no rows in the last step, for short ones
 
     def release(self, req: RequestState) -> None:
+        """It runs no more, or it has ended while it waited."""
+        if req.finish is not None:
+            self.adapters.leave(req.request.lora)
         if req.req_idx is not None:
             heapq.heappush(self.free_req_indices, req.req_idx)
-            req.req_idx = None
+            self.adapters.release(req.request.lora)
+            req.req_idx, req.queue.adapter_slot = None, -1
 
     def prompts(
         self, running: list[RequestState], prefilling: list[RequestState], budget: int, is_alone: bool
@@ -102,7 +108,13 @@ class Admission:
         may be next. None: nobody can run."""
         if not self._queue.reqs or not self.free_req_indices:
             return None
+        lacks_slot = False
         for req in islice(self._queue.order(self._prefixes.expected), MAX_PREFIX_LOOKUPS):
+            if (lora := req.request.lora) is not None:
+                # Others that need a slot do not overtake a request that waits for one: it might never run.
+                lacks_slot = lacks_slot or not self.adapters.has_room(lora)
+                if lacks_slot:
+                    continue
             columns = self._prefixes.columns(req)
             if columns is None:
                 continue
@@ -126,6 +138,7 @@ class Admission:
             self._start(req, blocks, start, num_shared_tokens)
             self._prefixes.seat(req, columns)
             req.req_idx = heapq.heappop(self.free_req_indices)
+            req.queue.adapter_slot = self.adapters.seat(lora)
             self._queue.admit(req)
             insort(running, req, key=QUEUE_KEY)
             return req

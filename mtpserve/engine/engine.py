@@ -69,10 +69,9 @@ class Engine:
     `draft_depth` is the number of drafts to propose in each step; it stays what it is, since a seed's text
     may depend on it. What comes of a step does not depend on `overlap`; with 0 its events come with the call
     that launched it. While more requests run than `plain_above` no drafts are proposed: then a seed's text
-    may depend on the load; its distribution does not. `fingerprint`: of all that KV depends on besides
-    tokens; None: no prefix cache. `long_rows`: of a long prompt in one step, beside others. `drafter`: the
-    draft model's name in traces and metrics. `captured`: depths of captured steps; `apart`: beside which
-    prompts have passes of their own.
+    may depend on the load. `fingerprint`: of all that KV depends on besides tokens; None: no prefix cache.
+    `long_rows`: of a long prompt in one step. `drafter`: the draft model's name. `captured`: depths of
+    captured steps; `apart`: beside which prompts have passes of their own.
     """
 
     def __init__(
@@ -117,6 +116,7 @@ class Engine:
         # others where experts are shared, and on a CPU
         self._drafter, self.ticks, self.cores = drafter, Ticks(), CoreShare()
         self.controls, self.weight_version = Controls(), "default"
+        self.adapters = self._scheduler.admission.adapters
         self._stats = new_stats(sizes.depth, pages.total, drafter)
 
     @property
@@ -171,6 +171,7 @@ class Engine:
             )
         if not compiled:
             self.compile(sampling.grammar)
+        self.adapters.require(request.lora)
         if (seed := request.seed if sampling.seed is None else sampling.seed) is None:
             seed = self._seeds.getrandbits(63)
         prediction = request.prediction if request.max_depth != 0 else []
@@ -182,7 +183,7 @@ class Engine:
             synchronous_from=0 if self._runner.processors else sampling.first_constrained_token,
         )
         if self.fingerprint is not None and not is_self_check:
-            req.cache.hash_root = root(self.fingerprint, request.salt)
+            req.cache.hash_root = root(self.adapters.key(self.fingerprint, request.lora), request.salt)
         req.draft.coupled = self.policy is not None and (sampling.seed is not None or self._seeded)
         req.queue.arrival_time = perf_counter()
         self._limit_drafts(req)

@@ -94,7 +94,7 @@ def admission(req: RequestState) -> NewRequest:
     output_ids, cache = req.tokens[req.num_prompt_tokens :], req.cache
     return NewRequest(
         req.req_idx, req.request, output_ids, req.num_computed_tokens, req.max_num_tokens,
-        cache.num_shared_tokens, req.draft.coupled, cache.start_state,
+        cache.num_shared_tokens, req.draft.coupled, cache.start_state, req.queue.adapter_slot,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch.nn.functional as F
+from mtpserve_kernels.lora.reference import RowAdapters, add_lora
 from torch import Tensor
 
 from mtpserve.core.arch.model import ClampedGate, MoEArch, Ungated
@@ -207,6 +208,11 @@ class RunFusedLayer(Protocol):
 PackFusedLayer = Callable[[Embed, Fuse, StoringLayer, LastNorm], RunFusedLayer]
 
 
+# x [T, K], y [T, N], the rows' adapters, a [slots, parts R, K], b [slots, R, N], outputs of each part → y,
+# changed in place: see mtpserve_kernels.lora.reference
+AddLoRA = Callable[[Tensor, Tensor, RowAdapters, Tensor, Tensor, Sequence[int]], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     add_rms_norm: AddRMSNorm
@@ -224,6 +230,7 @@ class Kernels:
     # the product of weights as they are in the checkpoint
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
     packs_in_place: bool = False  # a parameter's own numbers are in another order once they are packed
+    add_lora: AddLoRA = add_lora
     ranks: Ranks = ALONE  # what sums and gathers the parts of products that ranks share
     # what reaches the routed experts where they are spread over several engines
     spread: SpreadExperts | None = None

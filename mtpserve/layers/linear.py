@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.protocols.linear import LinearKernels, LinearMethod, Packed
+from mtpserve.core.protocols.linear import AddAdapters, LinearKernels, LinearMethod, Packed
 from mtpserve.quant.unquantized import Unquantized
 
 
@@ -30,6 +30,7 @@ class Linear(nn.Module):
         self.register_parameter("weight_zeros", None)
         self.bias = nn.Parameter(torch.empty(sum(parts)), requires_grad=False) if bias else None
         self.packed: Packed | None = None
+        self.adapters: AddAdapters | None = None  # what rows may have besides, see devices/lora.py
 
     def finish_loading(self) -> None:
         self.method.finish(self)
@@ -39,7 +40,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x [T, inputs] → [T, outputs] of `dtype`, by default x's."""
-        return self.method.apply(self, x, dtype)
+        y = self.method.apply(self, x, dtype)
+        return y if self.adapters is None else self.adapters(x, y)
 
 
 def in_float32(*shape: int) -> nn.Parameter:

@@ -18,6 +18,7 @@ from mtpserve.core.plan import BlockTableEntry, NewRequest
 from mtpserve.core.protocols.grammars import GrammarCompiler
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.device_requests import STOPS, DeviceRequests
+from mtpserve.runtime.lora.device_adapters import DeviceAdapters
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.rules import LogitRules, biases
 from mtpserve.runtime.sampling.sampling import SamplingState
@@ -25,17 +26,24 @@ from mtpserve.runtime.transfer import bits, floats, staged
 
 log = logging.getLogger(__name__)
 
-INTEGERS = 9  # of a request, before its stop tokens
+INTEGERS = 10  # of a request, before its stop tokens
 NUMBERS = 6
 
 
-def admitted(new_requests: Seq[NewRequest], grammars: GrammarCompiler | None) -> list[RunnerRequest]:
-    """One whose grammar does not compile is refused."""
+def admitted(
+    new_requests: Seq[NewRequest], grammars: GrammarCompiler | None, adapters: DeviceAdapters | None
+) -> list[RunnerRequest]:
+    """One whose grammar does not compile, or whose adapter cannot be read, is refused."""
     requests = [RunnerRequest(new_request) for new_request in new_requests]
     for request in requests:
-        if (spec := request.sampling.grammar) is None:
-            continue
+        spec, lora = request.sampling.grammar, request.request.lora
         try:
+            if lora is not None:
+                if adapters is None:
+                    raise InvalidRequest(f"this runner has no adapters, got {lora.lora_name!r}", "model")
+                adapters.require(lora)
+            if spec is None:
+                continue
             if grammars is None:
                 raise InvalidRequest(
                     f"{spec.kind} needs the model's tokenizer, and this runner has none", spec.kind
@@ -94,6 +102,8 @@ def seat(
     sampling.integers[:, req_indices] = integer_values[:, 5:7].T
     sampling.coupled[req_indices] = integer_values[:, 7].bool()
     sampling.rules.least[req_indices] = integer_values[:, 8]
+    if req_tensors.adapters is not None:
+        req_tensors.adapters.seat(requests, req_indices, integer_values[:, 9])
     sampling.numbers[:, req_indices] = real[:, :3].T
     sampling.rules.penalties[req_indices] = real[:, 3:]
     write_biases(sampling.rules, requests, req_indices, next(parts), next(parts), floats(next(parts)))
@@ -132,6 +142,7 @@ def integers(request: RunnerRequest, eos_ids: Collection[int]) -> list[int]:
         *(max(params.top_k, 0), seed),
         int(new_request.point_masses),
         params.min_tokens,
+        new_request.adapter_slot,
         *[*ends, *[-1] * STOPS][:STOPS],
     ]
 

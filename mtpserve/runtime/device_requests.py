@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Tree, VerifyOutput
 from mtpserve.core.spec_sizes import SpecSizes
+from mtpserve.runtime.lora.device_adapters import DeviceAdapters
 from mtpserve.runtime.sampling.proposals import Node
 from mtpserve.runtime.transfer import staged, upload, write
 
@@ -109,6 +110,7 @@ class DeviceRequests:
         # Seats whose waiting drafts are not a chain; known on the host. All other rows of `draft_tree` are
         # chains, and their sources MTP, unless the drafter always names others.
         self.branching: set[int] = set()
+        self.adapters: DeviceAdapters | None = None
         self.predictions: dict[int, Tensor] = {}  # by seat; of one that was left, until it is given again
 
     @property

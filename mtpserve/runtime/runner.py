@@ -155,7 +155,7 @@ class Runner:
     def admit(self, plan: StepPlan) -> None:
         if not plan.new_requests and not plan.new_blocks:
             return
-        requests = admitted(plan.new_requests, self.grammars)
+        requests = admitted(plan.new_requests, self.grammars, self.req_tensors.adapters)
         self.requests |= {request.req_idx: request for request in requests}
         seated = [request for request in requests if request.error is None]
         seat(seated, plan.new_blocks, self.req_tensors, self.sampling)
@@ -237,6 +237,7 @@ class Runner:
             max_draft_tokens=tensors[3] if limits else None,
             defers_kv=any(plan.defers_kv for plan in plans),
             extends_kv=not all(plan.defers_kv for plan in plans),
+            has_adapters=sampler.features.adapters,
             has_trees=has_trees,
         )
         if any(plan.checkpoint for plan in plans):

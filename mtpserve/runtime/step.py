@@ -49,13 +49,8 @@ class Step:
         verify: Verify | None = None,
     ) -> None:  # fmt: skip
         self.states = states
-        self.model, self.attention, self.stores, self.drafter, self.req_tensors = (
-            model,
-            attention,
-            stores,
-            drafter,
-            req_tensors,
-        )
+        self.model, self.attention, self.stores = model, attention, stores
+        self.drafter, self.req_tensors = drafter, req_tensors
         self.thresholds, self.processed_logprobs, self.verify = thresholds, processed_logprobs, verify
         self.mark: Callable[[str], None] = unmarked
 
@@ -70,6 +65,8 @@ class Step:
         """Returns the rows' hidden states, what was accepted, and the table for the host: its copy can start
         before the drafting."""
         self.mark("host")
+        if self.req_tensors.adapters is not None:
+            self.req_tensors.adapters.select(batch)
         contexts = self.attention.plan(batch)
         hidden = self.model.trunk(batch.input_ids, batch.positions, contexts, self.drafter.features)
         logits = self.model.logits(sample_hidden(hidden.head, batch)).unflatten(0, batch.sample_rows.shape)

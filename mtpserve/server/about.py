@@ -74,7 +74,7 @@ class ModelObject(Rendered):
     created: int
     owned_by: str
     root: str  # where vLLM's clients look for the tokenizer
-    parent: None
+    parent: str | None  # of an adapter: the model
     max_model_len: int
     speculative_steps: int
     synthetic_acceptance: str | None
@@ -206,11 +206,13 @@ def default_sampling(service: Service) -> DefaultSampling:
 
 
 def model_object(service: Service, name: str) -> ModelObject:
-    card, root = service.client.card, str(service.engine_config.model.directory.absolute())
+    card, lora = service.client.card, service.lora_of(name)
+    root = str(service.engine_config.model.directory.absolute()) if lora is None else lora.lora_path
+    parent = None if lora is None else service.model
     steps, curve = card.speculative_steps, card.synthetic_acceptance
     sampling = default_sampling(service)
     return ModelObject(
-        name, "model", service.created, "mtpserve", root, None, card.context_length, steps, curve, sampling
+        name, "model", service.created, "mtpserve", root, parent, card.context_length, steps, curve, sampling
     )
 
 
@@ -238,9 +240,9 @@ async def history(service: Served, since: float = 0) -> Response:
 
 
 async def models(request: Request, service: Served) -> Response:
-    """List the model that is served, once under each of its names. Clients of Anthropic get Anthropic's
-    form."""
-    names = service.names
+    """List the model that is served, once under each of its names, and its adapters. Clients of Anthropic
+    get Anthropic's form."""
+    names = [*service.names, *service.loras]
     if from_anthropic(request):
         listed = [model_for_anthropic(service, name) for name in names]
         return JSON(AnthropicModels(listed, False, names[0], names[-1]))
@@ -252,7 +254,7 @@ async def model(request: Request, service: Served, id: str) -> Response:
     if not id:  # /v1/models/
         raise HTTPException(404)
     service.check_model(id)
-    id = id if id in service.names else service.model
+    id = id if id in service.names or id in service.loras else service.model
     return JSON(model_for_anthropic(service, id) if from_anthropic(request) else model_object(service, id))
 
 

@@ -25,6 +25,13 @@ from mtpserve.server.http.access import Count, Keys, RequestLog, RootPath, Socke
 from mtpserve.server.http.errors import ANTHROPICS, AnthropicError, ErrorAnswer, add_error_handlers, no_socket
 from mtpserve.server.http.limits import BodyLimit
 from mtpserve.server.http.rendering import JSON, REFERENCE, described
+from mtpserve.server.lora import (
+    LoadedAdapters,
+    load_lora,
+    load_lora_adapter,
+    unload_lora,
+    unload_lora_adapter,
+)
 from mtpserve.server.observe.history import HistoryObject
 from mtpserve.server.observe.metrics import Metrics
 from mtpserve.server.observe.tracing import TraceContext, Tracing, tracing_of
@@ -121,6 +128,10 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("POST", ("/init_weights_update_group",), init_weights_update_group, (Done,)),
     ("POST", ("/destroy_weights_update_group",), destroy_weights_update_group, (Done,)),
     ("POST", ("/update_weight_version",), update_weight_version, (NewVersion,)),
+    ("POST", ("/v1/load_lora_adapter",), load_lora, PlainTextResponse),  # vLLM's
+    ("POST", ("/v1/unload_lora_adapter",), unload_lora, PlainTextResponse),
+    ("POST", ("/load_lora_adapter",), load_lora_adapter, (LoadedAdapters,)),  # SGLang's
+    ("POST", ("/unload_lora_adapter",), unload_lora_adapter, (LoadedAdapters,)),
     ("GET", ("/tokenizer_info",), tokenizer_info, (dict,)),  # vLLM's
     ("POST", ("/start_profile",), start_profile, (ProfileStarted,)),  # vLLM's and SGLang's
     ("POST", ("/stop_profile",), stop_profile, (ProfileStopped,)),

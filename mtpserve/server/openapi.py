@@ -55,7 +55,7 @@ def limits(service: Service) -> dict[str, Schema]:
         "length": {"maximum": card.context_length - 1},
         "clamped": {} if clamps else {"maximum": card.context_length - 1},
         "text": {"maxLength": MAX_BYTES_PER_TOKEN * card.context_length},
-        "model": {"enum": [*service.names, SGLANGS_NAME]},
+        "model": {"enum": [*service.names, SGLANGS_NAME, *service.loras]},
         "rank": {"maximum": config.parallel.data_parallel_size - 1},
         "steps": {"maximum": card.speculative_steps},
         "priority": {} if config.scheduler.scheduling_policy == "priority" else {"enum": [0]},

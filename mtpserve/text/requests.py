@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtpserve.core.errors import InvalidRequest
+from mtpserve.core.protocols.adapters import LoRARequest
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.text.tokenizer import Tokenizer
@@ -33,9 +34,10 @@ def spelling_of(tokenizer: Tokenizer, sampling: SamplingParams) -> Spelling:
 
 
 def request_of(
-    spelling: Spelling, id: str, prompt: list[int], sampling: SamplingParams, salt: str = ""
-) -> Request:
-    return Request(id, prompt, sampling, spelling.bad_words, spelling.prediction, salt)
+    spelling: Spelling, id: str, prompt: list[int], sampling: SamplingParams, salt: str = "",
+    lora: LoRARequest | None = None
+) -> Request:  # fmt: skip
+    return Request(id, prompt, sampling, spelling.bad_words, spelling.prediction, salt, lora=lora)
 
 
 def check_text(text: str, field: str) -> None:

@@ -15,7 +15,7 @@ from mtpserve.cli import generate
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.request import Proposal
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.llm import StreamStep
+from mtpserve.text.outputs import StreamStep
 
 STEPS = [
     StreamStep([5], Proposal(), 0, [], "def", [], None),

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mtpserve.core.sampling import SamplingParams, Speculation
-from mtpserve.llm import LLM, Completion
+from mtpserve.llm import LLM
+from mtpserve.text.outputs import Completion
 
 HEADS = Path(__file__).parents[2] / "benchmarks" / "heads"
 ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "medusa": "MEDUSA", "dflash": "DFLASH", "standalone": "STANDALONE"}

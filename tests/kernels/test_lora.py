@@ -1,4 +1,4 @@
-"""Low-rank adapters: the reference against merged weights, the kernels against the reference, bit by bit where a row must not see others."""
+"""Low-rank adapters: the reference against merged weights, the kernels against it, and bit by bit where a row must not see others."""
 
 from __future__ import annotations
 

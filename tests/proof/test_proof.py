@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from mtpserve.core.errors import ConfigError
-from mtpserve.llm import Completion
 from mtpserve.spec.verify import accept as accept_module
+from mtpserve.text.outputs import Completion
 from mtpserve.tools.prove import prove as command
 from mtpserve.tools.prove.divergence import Divergence, LawTest, divergence, two_sample
 from mtpserve.tools.prove.proof import Excuse, Proof, ProofStage, prove

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from mtpserve.core.errors import InvalidRequest, MTPServeError, RequestFailed
+from mtpserve.core.protocols.adapters import LoRARequest
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -82,6 +83,24 @@ class DropWaiting(Call, frozen=True):
     """Tensors that wait for others are forgotten."""
 
 
+class LoadLoRA(Call, frozen=True):
+    """Reads an adapter into host memory. A rank's reply has the `fingerprint` of its numbers."""
+
+    request: LoRARequest
+
+
+class UnloadLoRA(Call, frozen=True):
+    """No new request has the adapter. Those that live go on with it."""
+
+    lora_int_id: int
+
+
+class DropLoRA(Call, frozen=True):
+    """An engine tells its ranks that no request has the adapter."""
+
+    lora_int_id: int
+
+
 class Reply(msgspec.Struct, frozen=True, array_like=True):
     """`error` is "" where the call was done. Otherwise nothing was done; "invalid": the caller's fault, in
     the field `param`."""
@@ -102,7 +121,15 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 RankCalls = (
-    StageTensors | StageCheckpoint | StageBroadcast | CommitWeights | DropWaiting | JoinGroup | LeaveGroup
+    StageTensors
+    | StageCheckpoint
+    | StageBroadcast
+    | CommitWeights
+    | DropWaiting
+    | JoinGroup
+    | LeaveGroup
+    | LoadLoRA
+    | DropLoRA
 )
 
 
@@ -112,4 +139,5 @@ class OnEveryRank(Call, frozen=True):
     call: RankCalls
 
 
-Calls = RankCalls | SetWeightVersion | UpdateWeights | OnEveryRank  # for the decoders of messages
+# for the decoders of messages
+Calls = RankCalls | SetWeightVersion | UpdateWeights | OnEveryRank | UnloadLoRA

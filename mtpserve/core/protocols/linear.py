@@ -31,6 +31,10 @@ Pack = Callable[["Tensor", "Tensor | None", bool], "Packed | None"]
 PackInt8 = Callable[["Tensor", "Tensor", "Tensor | None"], "Packed"]
 
 
+# x [T, K], y [T, N] → y, changed in place: with the products of the rows' adapters
+AddAdapters = Callable[["Tensor", "Tensor"], "Tensor"]
+
+
 class LinearKernels(Protocol):
     """The kernels that linear methods use."""
 

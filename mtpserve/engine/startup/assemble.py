@@ -47,9 +47,11 @@ from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.pages.kv_offload import TierOptions, make_tiers, page_parts
 from mtpserve.engine.parallel.ranks import EveryRank, RankProcesses
+from mtpserve.engine.startup.compute import recur_of
 from mtpserve.runtime.device_requests import DeviceRequests, RequestKernels
 from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs.graphs import StepGraphs
+from mtpserve.runtime.lora.device_adapters import DeviceAdapters
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling.rules import LogitRules
 from mtpserve.runtime.sampling.sampling import SamplingState
@@ -98,11 +100,6 @@ KERNELS: dict[str, dict[str, str]] = {
         "draft_chain": "mtpserve.spec.cpu",
     },
 }
-# the same for recurrent layers
-RECUR: dict[str, str] = {
-    "cpu": "mtpserve_kernels.cpu.recurrent",
-    "triton": "mtpserve_kernels.recurrent.delta",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +141,7 @@ class EngineOptions:
         # nobody watches
         None
     )
+    adapters: DeviceAdapters | None = None  # of the model's layers
     poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
     name: str = ""
     kernels: str = ""  # for people
@@ -195,13 +193,6 @@ def make_states(
         if kinds
         else None
     )
-
-
-def recur_of(backend: str) -> Recur:
-    """The kernel of recurrent layers."""
-    name = RECUR.get(backend)
-    recur: Recur = reference_recur if name is None else import_module(name).recur
-    return recur
 
 
 def trunk_attention(
@@ -324,7 +315,10 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
     )
     drafter = make_drafter(spec, drafts, passes)
     req_tensors = make_seats(sizes, drafts, arch.vocab, options, drafter.coupled, kernels)
+    req_tensors.adapters = options.adapters
     exact = spec.speculative_exact and not attention.exact
+    if exact and options.adapters is not None:
+        raise ConfigError("--speculative-exact must be left out with --enable-lora, except in C++")
     step = Step(
         ExactModel(model) if exact else model,
         trunk_attention("exact", arch, stores, states, reference_recur) if exact else attention,

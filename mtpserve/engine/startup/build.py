@@ -10,10 +10,8 @@ from functools import partial
 from importlib import import_module
 from statistics import median
 
-import torch
-
 from mtpserve.config import EngineConfig, SpecConfig
-from mtpserve.core.errors import ConfigError, InvalidRequest
+from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols.logits_processor import LogitsProcessor
 from mtpserve.core.protocols.parallel import Ranks
 from mtpserve.engine.engine import Engine
@@ -30,16 +28,14 @@ from mtpserve.engine.startup.drafter import plan_engine
 from mtpserve.engine.startup.fingerprint import facts, fingerprint
 from mtpserve.engine.startup.planning import (
     Plan,
-    build_model,
-    empty_model,
     load_model,
     overlap_of,
     positions,
-    sources,
 )
 from mtpserve.engine.startup.recording import header_of, recorder_of
+from mtpserve.engine.startup.serving.changes import adapters_of, rank_weights, why_fixed
 from mtpserve.engine.startup.threads import bind, core_share
-from mtpserve.engine.updates.rank_weights import RankWeights
+from mtpserve.engine.updates.adapter_updates import AdapterUpdates, take_adapters
 from mtpserve.engine.updates.weight_updates import WeightUpdates
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
@@ -53,7 +49,6 @@ from mtpserve.runtime.sampling.sampling import SamplingState, usual_features
 from mtpserve.runtime.step import Step
 from mtpserve.spec.curves import Curve, read_curve
 from mtpserve.spec.sizes import spec_sizes
-from mtpserve.weights.update import ServingWeights
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +72,10 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SamplingState, runni
     graphs = StepGraphs(step, sampling, CudaGraphCapturer(), max_batch_size)
     trees = config.spec.topk > 1 and config.spec.steps > 0
     spec, budget, shared = config.spec, config.scheduler.step_tokens, not config.cache.disable_radix_cache
+    usual = usual_features(step.drafter.coupled)
+    with_adapters = [replace(features, adapters=True) for features in usual if config.lora.is_enabled]
     graphs.capture_all(
-        usual_features(step.drafter.coupled),
+        usual + with_adapters,
         trees,
         spec.speculative_disable_by_batch_size,
         spec.adaptive,
@@ -272,44 +269,6 @@ def in_room(engine_plan: Plan, room: Room) -> Plan:
     return replace(engine_plan, memory=fitting)
 
 
-def rank_weights(controls: Controls, engine_plan: Plan, model: DecoderModel) -> RankWeights:
-    """Returns what may change the weights of a rank's part of the model."""
-    described, dtype, storage = engine_plan.described, engine_plan.dtype, engine_plan.storage
-    length = positions(engine_plan.config, described.arch, engine_plan.device)
-
-    def make() -> ServingWeights:
-        if described.dummy or described.spread is not None:
-            option = "--load-format dummy" if described.dummy else "--enable-expert-parallel"
-            raise InvalidRequest(f"weights cannot be updated with {option}")
-        with torch.device("meta"):
-            blueprint = build_model(described, dtype, length, model.kernels, storage)
-        whole = empty_model(described, dtype, length, replace(storage, keep_blocks=False, keep_int4=False))
-        kernels = model.kernels
-        return ServingWeights(
-            model,
-            blueprint,
-            whole,
-            sources(described),
-            prefixes=("", "draft:")[: len(described.checkpoints)],
-            ranks=kernels.ranks,
-            packs_in_place=kernels.packs_in_place,
-        )
-
-    config = engine_plan.config
-    number = config.replica * config.parallel.ranks + config.rank
-    return RankWeights(controls, make, described.arch.num_layers, engine_plan.device, number)
-
-
-def why_fixed(config: EngineConfig) -> str:
-    """Returns why the weights do not change while the engine serves, or ""."""
-    mode = config.disaggregation.role
-    return (
-        ""
-        if mode is None
-        else f"weights cannot be updated with --disaggregation-mode {mode}: the other node keeps its own"
-    )
-
-
 def build_rank(
     config: EngineConfig, wire: Wire[Order], files: SharedFiles
 ) -> tuple[Runner, PreparedGrammars | None, Callable[[], None], Controls] | None:
@@ -329,10 +288,13 @@ def build_rank(
     options = replace(
         options_of(engine_plan, processors, curve_of(config.spec)),
         below=below_of(config, engine_plan, files.pages),
+        adapters=adapters_of(engine_plan, model, ranks),
     )
     parts, spread = computing(model, sizes_of(engine_plan), options), engine_plan.described.spread
     controls = Controls()
     rank_weights(controls, engine_plan, model)
+    if options.adapters is not None:
+        take_adapters(controls, options.adapters)
     if spread is None:
         return parts.runner, parts.grammars, lambda: None, controls
     meet(config, spread, engine_plan.described.arch, engine_plan.dtype, engine_plan.device)
@@ -374,6 +336,7 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
         fingerprint=None if config.cache.disable_radix_cache else fingerprint(config, engine_plan),
         below=below_of(config, engine_plan, others.files.pages),
         observer=observer,
+        adapters=adapters_of(engine_plan, model, others.ranks),
         floor=None
         if config.model.load_format == "dummy" or config.disaggregation.role == "prefill"
         else engine_plan.described.floor,
@@ -391,6 +354,8 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
     if others.size > 1:
         others_take = partial(others.control, take=engine.controls.take)
     WeightUpdates(engine, weights, others_take, why_fixed(config))
+    if options.adapters is not None:
+        AdapterUpdates(engine, options.adapters, config.lora, options.others)
     engine.card = replace(
         engine.card,
         synthetic_acceptance=None if curve is None else curve.name,

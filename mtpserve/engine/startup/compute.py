@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import cast
 
 import torch
 from mtpserve_kernels.cpu.library import Unavailable, library
+from mtpserve_kernels.recurrent.reference import recur as reference_recur
 
+from mtpserve.attention.recurrent import Recur
 from mtpserve.config import EngineConfig
 from mtpserve.config.options import check
 from mtpserve.core.arch.model import ModelArch
 from mtpserve.core.errors import ConfigError
+
+# modules with the kernel of recurrent layers, by backend, imported only where they run
+RECUR: dict[str, str] = {
+    "cpu": "mtpserve_kernels.cpu.recurrent",
+    "triton": "mtpserve_kernels.recurrent.delta",
+}
+
+
+def recur_of(backend: str) -> Recur:
+    """The kernel of recurrent layers."""
+    name = RECUR.get(backend)
+    recur: Recur = reference_recur if name is None else import_module(name).recur
+    return recur
 
 
 def device_of(config: EngineConfig) -> torch.device:

@@ -5,24 +5,23 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from math import lcm
 from pathlib import Path
 
 import torch
 
 from mtpserve.config import EngineConfig
-from mtpserve.config.options import USUAL_PAGE
-from mtpserve.core.arch.model import ModelArch, page_groups, tokens_of_entries
+from mtpserve.core.arch.model import ModelArch, page_groups
 from mtpserve.core.arch.sharding import one_rank
 from mtpserve.core.errors import ConfigError, UnsupportedModel
 from mtpserve.core.protocols.parallel import ALONE, PlannedRank, Ranks, SpreadExperts, share
 from mtpserve.engine.parallel.spread import spread_of, with_ranks
 from mtpserve.engine.startup.compute import device_of, dtype_of, kernels_of
 from mtpserve.engine.startup.draft_model import drafts_itself, head_of, mtp_count, nextn_rules
-from mtpserve.engine.startup.storage import Storage, int8_of, storage_of, with_format
+from mtpserve.engine.startup.storage import Storage, int8_of, paged, storage_of, with_format
 from mtpserve.heads.head import Head
 from mtpserve.heads.kinds import require_kind
 from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.devices.lora import LoRASizes, attach, with_adapters
 from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.models.family import Family, arch_of, without_mtp
@@ -79,6 +78,7 @@ class Described:
     token_map: list[int] | None = None  # the tokens that drafting looks at; None: all
     dummy: bool = False  # there is no checkpoint but its config
     spread: Rounds | None = None  # who has which experts, where not all are here
+    lora: LoRASizes | None = None  # None: no layer has adapters
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
@@ -154,6 +154,7 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
         token_map,
         dummy,
         spread_of(config, arch),
+        LoRASizes(config.lora.max_loras, config.lora.max_lora_rank) if config.lora.is_enabled else None,
     )
 
 
@@ -167,21 +168,6 @@ def deep_as_layers(config: EngineConfig, arch: ModelArch) -> EngineConfig:
     ):
         return config
     return replace(config, spec=replace(config.spec, speculative_num_steps=arch.mtp.layers))
-
-
-def paged(config: EngineConfig, arch: ModelArch) -> EngineConfig:
-    """Returns the config with a page size that the model's layers can have. Raises ConfigError if the user
-    chose a size that they cannot have."""
-    size, every = config.cache.page_size, tokens_of_entries(arch.layers)
-    if size % every == 0:
-        return config
-    if size != USUAL_PAGE:
-        raise ConfigError(
-            f"--page-size must be a multiple of {every} for this model, whose layers store one entry "
-            f"per {every} tokens, got {size}"
-        )
-    log.debug("pages of %d tokens: the model's layers store one entry per so many tokens", lcm(size, every))
-    return replace(config, cache=replace(config.cache, page_size=lcm(size, every)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,10 +328,13 @@ def build_model(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        methods = storage.methods(kernels)
+        adapted, current = with_adapters(kernels)
+        methods, used = storage.methods(kernels), kernels if described.lora is None else adapted
         model = described.family.build(
-            one_rank(described.arch, kernels.ranks.size), methods, dtype, positions, kernels
+            one_rank(described.arch, kernels.ranks.size), methods, dtype, positions, used
         )
+        if described.lora is not None:
+            attach(model, described.lora, current)
         if described.head is not None:
             model.draft = described.head.make(
                 model, methods, dtype, positions, replace(kernels, ranks=ALONE, spread=None)

@@ -3,14 +3,17 @@ what the device reads."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import lcm
 
 import torch
 
 from mtpserve.config import EngineConfig
 from mtpserve.config.model import FORMATS
-from mtpserve.core.arch.model import ModelArch
+from mtpserve.config.options import USUAL_PAGE
+from mtpserve.core.arch.model import ModelArch, tokens_of_entries
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.gguf import SUFFIX
 from mtpserve.core.protocols.linear import LinearMethod
@@ -22,6 +25,8 @@ from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.hf import quantization
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.formats import kinds_of
+
+log = logging.getLogger(__name__)
 
 # From this size on a draft head is read from memory again in each pass, so that half the bytes save time:
 # reasoned, not measured yet.
@@ -138,3 +143,18 @@ def reads_float8(device: torch.device) -> bool:
         or torch.version.hip is not None
         or torch.cuda.get_device_capability(device) >= (8, 9)
     )
+
+
+def paged(config: EngineConfig, arch: ModelArch) -> EngineConfig:
+    """Returns the config with a page size that the model's layers can have. Raises ConfigError if the user
+    chose a size that they cannot have."""
+    size, every = config.cache.page_size, tokens_of_entries(arch.layers)
+    if size % every == 0:
+        return config
+    if size != USUAL_PAGE:
+        raise ConfigError(
+            f"--page-size must be a multiple of {every} for this model, whose layers store one entry "
+            f"per {every} tokens, got {size}"
+        )
+    log.debug("pages of %d tokens: the model's layers store one entry per so many tokens", lcm(size, every))
+    return replace(config, cache=replace(config.cache, page_size=lcm(size, every)))

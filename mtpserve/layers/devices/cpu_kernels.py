@@ -14,7 +14,7 @@ from typing import cast
 from weakref import ref
 
 import torch
-from mtpserve_kernels.cpu import fused, layers as stacks, linear, matrices, moe
+from mtpserve_kernels.cpu import fused, layers as stacks, linear, lora, matrices, moe
 from mtpserve_kernels.cpu.ranks import Exchange
 from mtpserve_kernels.moe.reference import Clamped
 from torch import Tensor
@@ -78,6 +78,7 @@ def cpu_kernels() -> Kernels:
         pack=pack,
         pack_int8=pack_int8,
         packs_in_place=True,
+        add_lora=lora.add_lora,
     )
 
 

@@ -13,6 +13,7 @@ from mtpserve_kernels.fused import rope
 from mtpserve_kernels.fused.linear import MAX_ROWS, has_tiling, skinny_gated, skinny_linear
 from mtpserve_kernels.fused.norm import add_rms_norm
 from mtpserve_kernels.fused.silu import silu_mul
+from mtpserve_kernels.lora.grouped import add_lora
 from mtpserve_kernels.moe import experts as moe_experts, route as moe_route
 from mtpserve_kernels.moe.experts_rows import experts_rows
 from mtpserve_kernels.quant.linear_fp8 import linear_fp8
@@ -45,6 +46,7 @@ def triton_kernels() -> Kernels:
         pack=lambda *_: None,
         linear=linear,
         linear_stored=linear_stored,
+        add_lora=add_lora,
     )
 
 

@@ -372,6 +372,7 @@ class StepGraphs:
             extends_kv=not key.defers_kv or key.rows > 0,
             # what the host has put in place of drafts is theirs no more
             has_trees=key.trees or masks is not None,
+            has_adapters=key.features.adapters,
         )
         if checkpoints:
             batch = batch._replace(checkpoint_tokens=checkpoints[0], checkpoint_states=checkpoints[1])

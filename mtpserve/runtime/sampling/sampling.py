@@ -45,6 +45,7 @@ class SamplingFeatures:
     top_logprobs: int | None = None
     rules: bool = False  # some request has a rule that the device reads from tables
     masks: bool = False  # some request has a grammar that bears on the step
+    adapters: bool = False  # some request has one: the layers compute more
 
     @classmethod
     def of(cls, requests: Seq[RunnerRequest], coupled: bool) -> SamplingFeatures:
@@ -61,6 +62,7 @@ class SamplingFeatures:
             top_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
             rules=any(request.has_table_rules for request in requests),
             masks=any(request.is_constrained for request in requests),
+            adapters=any(request.new_request.adapter_slot >= 0 for request in requests),
         )
 
     def rounded(self) -> SamplingFeatures:

@@ -145,7 +145,7 @@ class MessageAnswer:
         blocks, matched = [content_block(block) for block in choice.blocks], choice.matched_stop
         stop = matched if isinstance(matched, str) else None
         return MessageObject(
-            self.id, "message", "assistant", choice.service.model, blocks, self.stop_reason(stop), stop, usage
+            self.id, "message", "assistant", choice.model, blocks, self.stop_reason(stop), stop, usage
         )
 
     def stop_reason(self, stop: str | None) -> StopReason | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mtpserve.core.kv_transfer import PageOffer
+from mtpserve.core.protocols.adapters import LoRARequest
 from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.bodies import ChatRequest
@@ -146,6 +147,11 @@ class Choice:
             self._extend("text", "")
 
     @property
+    def model(self) -> str:
+        """The name of what answers: the adapter's, or the model's own."""
+        return self.service.model if self.request.lora is None else self.request.lora.lora_name
+
+    @property
     def stops(self) -> Stops | None:
         """Returns where its stop strings count, from its beginning; None: in all of the text."""
         return None if self.reader is None else self.reader.stops(self.request.sampling)
@@ -256,7 +262,7 @@ class Generation:
 def requests_of(
     service: Service, spelling: Spelling, id: str, prompt: list[int], sampling: SamplingParams, count: int,
     first: int = 0,
-    salt: str = "",
+    salt: str = "", lora: LoRARequest | None = None
 ) -> list[Request]:  # fmt: skip
     """Returns a request for each choice of a prompt. Their ids are the client's, a dash, and the numbers from
     `first` on."""
@@ -267,7 +273,9 @@ def requests_of(
         opening = Opening.NONE if thinking is None else thinking.opening(tail)
         sampling = apply_thinking_budget(sampling, thinking, opening, service.tokenizer)
     requests = [
-        request_of(spelling, f"{id}-{first + choice}", prompt, service.for_choice(sampling, choice), salt)
+        request_of(
+            spelling, f"{id}-{first + choice}", prompt, service.for_choice(sampling, choice), salt, lora
+        )
         for choice in range(count)
     ]
     return (
@@ -314,7 +322,8 @@ async def create_generation(
     if asked_tokens is not None:
         room = service.client.card.context_length - len(prompt)
         sampling = replace(sampling, max_tokens=min(asked_tokens, room))
-    requests = requests_of(service, spelling, id, prompt, sampling, body.choices, salt=body.salt)
+    lora = service.lora_of(body.model)
+    requests = requests_of(service, spelling, id, prompt, sampling, body.choices, salt=body.salt, lora=lora)
     handover = service.handover(body)
     readers = [OutputReader(plan, service.tokenizer, body.shows_reasoning) for _ in requests]
     choices = [

@@ -23,6 +23,7 @@ from mtpserve.core.errors import (
 )
 from mtpserve.core.logs import non_default_fields
 from mtpserve.core.plan import NOTHING_ALLOWED
+from mtpserve.core.protocols.adapters import LoRARequest
 from mtpserve.core.protocols.clients import EngineClient
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
@@ -68,12 +69,17 @@ class Service:
     leaving: bool = False  # routers are to send new requests elsewhere; what comes is still served
     draining: bool = False
     history: RecentHistory = field(init=False)
+    loras: dict[str, LoRARequest] = field(init=False)  # the adapters that requests may name
+    num_loras: int = field(init=False)  # the last one's number
+    lora_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one comes or goes at a time
     _live: dict[str, RequestClock] = field(default_factory=dict)  # what runs or waits, by the engine's ids
     _aborted: set[str] = field(default_factory=set)  # live requests that a client ended by their id
     _needs: Needs | None = None
 
     def __post_init__(self) -> None:
         self.history = RecentHistory(self.client.stats, self.metrics.latencies)
+        requests = self.engine_config.lora.requests
+        self.loras, self.num_loras = {lora.lora_name: lora for lora in requests}, len(requests)
 
     @property
     def model(self) -> str:
@@ -115,11 +121,15 @@ class Service:
         self.check_model(model)
 
     def check_model(self, model: str | None) -> None:
-        if model is not None and model not in (*self.names, SGLANGS_NAME):
-            offered = ", ".join(map(repr, self.names))
+        if model is not None and model not in (*self.names, SGLANGS_NAME, *self.loras):
+            offered = ", ".join(map(repr, (*self.names, *self.loras)))
             raise ModelNotFound(
                 f"the model {model[:200]!r} does not exist; this server offers {offered}", "model"
             )
+
+    def lora_of(self, model: str | None) -> LoRARequest | None:
+        """Returns the adapter that a request names as its model; None: it means the model itself."""
+        return None if model is None or model in self.names else self.loras.get(model)
 
     # -- prompts ---------------------------------------------------------------------------------------------
 

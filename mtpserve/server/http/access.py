@@ -35,6 +35,8 @@ MANAGEMENT = frozenset(
         *("/abort_request", "/flush_cache", "/reset_prefix_cache", "/start_profile", "/stop_profile"),
         *("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed"),
         *("/init_weights_update_group", "/destroy_weights_update_group", "/update_weight_version"),
+        *("/load_lora_adapter", "/unload_lora_adapter"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     }
 )
 CHANGED = frozenset({"/v1/spec"})  # these too, where they are not only read

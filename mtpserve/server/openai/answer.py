@@ -218,7 +218,7 @@ class Answer:
         ]
         self.usage = Usage(generation.choices, body.generated)
         created = int(time())  # a date, not a duration
-        self._id: Fields = {"id": id, "created": created, "model": generation.service.model}
+        self._id: Fields = {"id": id, "created": created, "model": generation.choices[0].model}
         self._head: Fields = self._id | {"object": writer.chunk_object}
         self._with_usage = body.include_usage or generation.service.server_config.enable_force_include_usage
         self._usage_in_every_chunk = self._with_usage and body.continuous_usage

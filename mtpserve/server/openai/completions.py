@@ -85,8 +85,9 @@ async def completions(request: Request, service: Served, body: CompletionRequest
             )
         params = replace(sampling, max_tokens=max_tokens)
         requests = requests_of(
-            service, spelling, id, ids, params, body.generated, first=len(choices), salt=body.salt
-        )
+            service, spelling, id, ids, params, body.generated, first=len(choices), salt=body.salt,
+            lora=service.lora_of(body.model),
+        )  # fmt: skip
         choices += [
             Choice(service, handover.of(choice_request, number), scores_only=body.max_tokens == 0)
             for choice_request in requests

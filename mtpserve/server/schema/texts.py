@@ -123,6 +123,9 @@ TEXTS: dict[str, str] = {
     "separate_reasoning": "False: reasoning stays in the content, as the model wrote it.",
     "include_reasoning": "False: reasoning is left out of the answer.",
     # about the request
+    "lora_path": "The name of an adapter, or one for each prompt; SGLang's name. To load one: its directory.",
+    "lora_name": "The name by which requests find the adapter as their model.",
+    "load_inplace": "Replaces an adapter that has the name. Requests that run keep the old one.",
     "rid": "The answer's id, by which `/abort_request` ends it.",
     "request_id": "The same as `rid`; vLLM's name.",
     "abort_all": "Abort every request.",
@@ -161,6 +164,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "tool_call_parser": "hermes",
     },
     "SeparateReasoning": {"text": "<think>Two and two.</think>Four.", "reasoning_parser": "qwen3"},
+    "LoadLoRABody": {"lora_name": "sql", "lora_path": "adapters/sql"},
+    "UnloadLoRABody": {"lora_name": "sql"},
     "AbortRequest": {"rid": "the-request-id"},
     "SpecBody": {"adaptive": True},
 }

@@ -50,9 +50,9 @@ TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (
         "ctrmg.",
         (None,),
-        "custom_logit_processor disagg_prefill_dp_rank ec_transfer_params input_embeds lora_path "
-        "session_params",
+        "custom_logit_processor disagg_prefill_dp_rank ec_transfer_params input_embeds session_params",
     ),
+    ("ctrm..", (None,), "lora_path"),  # these name an adapter as the model
     (
         "ctrmg.",
         (None,),

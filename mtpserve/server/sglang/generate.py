@@ -187,7 +187,8 @@ async def choices_of(
         rid = body.rid[number] if isinstance(body.rid, list) else body.rid
         id = rid or uuid.uuid4().hex
         id = f"{id}-{number}" if rid is not None and body.listed and not isinstance(body.rid, list) else id
-        requests = requests_of(service, spelling, id, ids, one, body.choices, salt=body.salt)
+        lora = body.lora_of(number, service.loras)
+        requests = requests_of(service, spelling, id, ids, one, body.choices, salt=body.salt, lora=lora)
         scores_only, texts = prompt_options.sampling.scores_only, bool(body.return_text_in_logprobs)
         choices += [
             NativeChoice(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from mtpserve.core.errors import InvalidRequest
+from mtpserve.core.protocols.adapters import LoRARequest
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.chat.constraints import constraint, thinking_budget
 from mtpserve.server.chat.forms import GRAMMAR
@@ -128,6 +130,7 @@ def one_or_several(
 
 
 PER_PROMPT = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
+CHECKED = (*PER_PROMPT, "lora_path")  # which of them may be lists
 
 
 class NativeRequest(Salted, TransferFields):
@@ -163,6 +166,7 @@ class NativeRequest(Salted, TransferFields):
     top_logprobs_num: Annotated[int | Tokens | None, either("a number or a list of numbers")] = None
     return_text_in_logprobs: bool | None = None
     priority: int | None = None
+    lora_path: Annotated[str | list[str | None] | None, either("an adapter's name, or a list of such")] = None
     timeout: Timeout | None = None  # ours
 
     def check(self) -> None:
@@ -182,7 +186,7 @@ class NativeRequest(Salted, TransferFields):
             raise InvalidRequest(
                 f"rid must be one id, or one for each of {count} prompts in a list, all different", "rid"
             )
-        for name in PER_PROMPT:
+        for name in CHECKED:
             value = getattr(self, name)
             if isinstance(value, list) and (len(value) != count or not self.listed):
                 raise InvalidRequest(
@@ -203,6 +207,18 @@ class NativeRequest(Salted, TransferFields):
                     f"n must be the same for all prompts, got {self.choices} and {options.sampling.n or 1}",
                     "n",
                 )
+
+    def lora_of(self, prompt: int, loras: Mapping[str, LoRARequest]) -> LoRARequest | None:
+        """Returns the adapter of one of several prompts. Raises InvalidRequest."""
+        name = self.lora_path[prompt] if isinstance(self.lora_path, list) else self.lora_path
+        if name is None:
+            return None
+        if name not in loras:
+            loaded = ", ".join(map(repr, loras)) or "none"
+            raise InvalidRequest(
+                f"lora_path must be the name of an adapter, got {name[:200]!r}; loaded: {loaded}", "lora_path"
+            )
+        return loras[name]
 
     def prompt_options(self) -> list[Wanted]:
         """What the client wants of each prompt."""

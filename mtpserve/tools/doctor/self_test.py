@@ -12,7 +12,8 @@ from mtpserve_kernels.cpu.library import Unavailable, library
 from mtpserve_kernels.self_test.cases import CASES, compare, function_of
 
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.llm import LLM, Completion
+from mtpserve.llm import LLM
+from mtpserve.text.outputs import Completion
 
 PROMPTS = ["import os\n\ndef read_lines(path):", "class Stack:\n    def push(self, item):"]
 TOKENS = 128

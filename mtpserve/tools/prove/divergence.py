@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from mtpserve.core.request import TokenLogprob
-from mtpserve.llm import Completion
+from mtpserve.text.outputs import Completion
 from mtpserve.tools.prove.rounding import CHANCE, prefers_another
 
 DRAWN = 3  # tokens whose joint counts are compared

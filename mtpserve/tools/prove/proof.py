@@ -37,11 +37,13 @@ from typing import Any
 from mtpserve.config import SpecConfig
 from mtpserve.config.spec import NONE
 from mtpserve.core.errors import ConfigError
+from mtpserve.core.protocols.adapters import LoRARequest
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import MAX_LOGPROBS, GrammarSpec, SamplingParams
 from mtpserve.engine.startup.compute import is_exact
 from mtpserve.engine.startup.planning import plan
-from mtpserve.llm import LLM, Completion, engine_config
+from mtpserve.llm import engine_config
+from mtpserve.text.outputs import Completion
 from mtpserve.tools.prove.divergence import (
     DRAWN,
     Divergence,
@@ -51,7 +53,7 @@ from mtpserve.tools.prove.divergence import (
     sampled_tokens,
     two_sample,
 )
-from mtpserve.tools.prove.rounding import Asked, Rounding, Share, completed, rounding_of, scores
+from mtpserve.tools.prove.rounding import Asked, ProvenLLM, Rounding, Share, completed, rounding_of, scores
 
 PROMPTS = (
     "import os\n\ndef read_lines(path):",
@@ -160,10 +162,10 @@ class ProofStages:
         self.tell(ProofStage(self.number, len(sizes), list(self.sizes)[at], count, sizes[at], before, later))
 
 
-def features(llm: LLM, prompt: list[int]) -> dict[str, dict[str, Any]]:
+def features(llm: ProvenLLM, prompt: list[int]) -> dict[str, dict[str, Any]]:
     """Sampling parameters of each test. Tokens that are forbidden or preferred are such as the model likes to
     write here."""
-    likely = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0, logprobs=20))[0].logprobs
+    likely = llm.ask([(prompt, SamplingParams(max_tokens=1, temperature=0.0, logprobs=20))])[0].logprobs
     assert likely is not None
     ids = [token for token, _ in likely[0].top]
     word = next((text for token in ids if (text := llm.tokenizer.decode([token]).strip())), "the")
@@ -194,11 +196,12 @@ def prove(
     tokens: int,
     draws: int,
     tie: float | None = None,
+    lora_request: LoRARequest | None = None,
     progress: Callable[[ProofStage], None] = lambda stage: None,
 ) -> Proof:
     """`options` are those of `LLM`, with speculation; the plain run leaves it out. `tie` None: what is a tie
     follows from the number format; else greedy divergences up to it are, and no other difference is excused.
-    Raises ConfigError where there is nothing to prove.
+    `lora_request`: the adapter that all requests have. Raises ConfigError where there is nothing to prove.
     """
     if options.get("speculative_synthetic_acceptance") is not None:
         raise ConfigError(
@@ -211,11 +214,12 @@ def prove(
     }
     without["speculative_algorithm"] = NONE
     require_drafts(engine_config(options).spec)
+    options, without = ({**one, "lora_request": lora_request} for one in (options, without))
     stages = ProofStages(progress, {DRAFTING: 0, PLAIN: 0})
     stages.load()
     # At a fixed depth, so that chains are sampled from q and verified by rejection for requests with a seed,
     # too.
-    with LLM(**options | {"speculative_adaptive": False}) as drafting:
+    with ProvenLLM(**options | {"speculative_adaptive": False}) as drafting:
         if not drafting.config.spec.steps:
             raise ConfigError(
                 f"there is nothing to prove without drafts. Drafter: {drafting.engine.card.drafting}"
@@ -231,7 +235,7 @@ def prove(
         other = work.run(drafting, stages.done)
         stats, what = drafting.engine.stats, drafting.engine.card.drafting
     stages.load()
-    with LLM(**without) as llm:
+    with ProvenLLM(**without) as llm:
         stages.done(0)
         plain = work.run(llm, stages.done)
     proof = compared(work, plain, other, coupled=spec.topk > 1 or spec.ngram)
@@ -309,7 +313,7 @@ def excuse(
         EXACT[1]: len(differing),
     }
     stages.load()
-    with LLM(**without) as llm:
+    with ProvenLLM(**without) as llm:
         stages.done(0)
         # Besides the proof's own texts some hundred places of others, whatever its size.
         more = [
@@ -360,7 +364,7 @@ def differing_in_exact_mode(
     answers = []
     for llm_options in (without, options):
         stages.load()
-        with LLM(**llm_options | {"speculative_exact": True}) as llm:
+        with ProvenLLM(**llm_options | {"speculative_exact": True}) as llm:
             stages.done(0)
             answers.append([done.tokens for done in completed(llm, requests, stages.done)])
     return Share(sum(a != b for a, b in zip(*answers, strict=True)), len(requests))
@@ -390,7 +394,7 @@ class Work:
         sampling = SamplingParams(**self.cases[feature], max_tokens=DRAWN + 1)
         return [(self.prompts[0], replace(sampling, seed=seed)) for seed in range(self.draws)]
 
-    def run(self, llm: LLM, progress: Callable[[int], None], chunk: int = 512) -> Results:
+    def run(self, llm: ProvenLLM, progress: Callable[[int], None], chunk: int = 512) -> Results:
         named = [("greedy", one) for one in self.greedy()]
         named += [
             (feature, one)

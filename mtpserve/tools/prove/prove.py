@@ -76,27 +76,35 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(
             "--record-steps must be left out: prove runs several engines; use it with launch or generate"
         )
-    settings(values)  # what the options rule out is said before anything loads
+    # what the options rule out is said before anything loads
+    adapters = settings(values).engine.lora.requests
     from mtpserve.tools.prove.proof import PROMPTS, prove
     from mtpserve.tools.prove.proof_progress import ProofProgress
 
     prompts = PROMPTS if options.prompts is None else read_prompts(options.prompts)
-    with ProofProgress(options.quiet) as progress:
-        proof = prove(
-            dict(values),
-            prompts,
-            tokens=options.tokens,
-            draws=options.draws,
-            tie=options.tie,
-            progress=progress,
-        )
-    steps = [] if proof.holds else next_steps(proof, values, options.tie)
-    show(proof, steps, options.tie)
+    results: dict[str, dict[str, Any]] = {}  # by the adapter's name, "" the model's
+    for adapter in (None, *adapters):
+        with ProofProgress(options.quiet) as progress:
+            proof = prove(
+                dict(values),
+                prompts,
+                tokens=options.tokens,
+                draws=options.draws,
+                tie=options.tie,
+                lora_request=adapter,
+                progress=progress,
+            )
+        if adapter is not None:
+            print(f"adapter     {adapter.lora_name}")
+        steps = [] if proof.holds else next_steps(proof, values, options.tie)
+        show(proof, steps, options.tie)
+        results["" if adapter is None else adapter.lora_name] = as_json(proof) | {"next": steps}
     if options.json:
-        Path(options.json).write_text(
-            json.dumps(as_json(proof) | {"next": steps}, indent=2) + "\n", encoding="utf-8"
-        )
-    return 0 if proof.holds else 1
+        of_model = results.pop("")
+        report = of_model | ({"adapters": results} if adapters else {})
+        Path(options.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        results[""] = of_model
+    return 0 if all(result["holds"] for result in results.values()) else 1
 
 
 def read_prompts(file: str) -> list[str]:

@@ -37,10 +37,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtpserve.core.errors import ConfigError
+from mtpserve.core.protocols.adapters import LoRARequest
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import MAX_LOGPROBS, SamplingParams
 from mtpserve.engine.startup.planning import Plan
-from mtpserve.llm import LLM, Completion
+from mtpserve.llm import LLM
+from mtpserve.text.outputs import Completion
 
 CHANCE = 1e-4  # a test that fails by chance less often than this
 LIKELY = 5  # tokens of a place that are compared with each other
@@ -48,6 +50,18 @@ COMPARED = {"bfloat16": "float32", "float16": "float32", "float32": "bfloat16"}
 
 Asked = tuple[list[int], SamplingParams]  # a prompt and what to do with it
 Heard = Callable[[int], None]  # how many requests have ended
+
+
+class ProvenLLM(LLM):
+    """An engine whose requests all have one adapter, or none."""
+
+    def __init__(self, *, lora_request: LoRARequest | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._lora_request = lora_request
+
+    def ask(self, requests: Sequence[Asked], progress: Heard = lambda ended: None) -> list[Completion]:
+        prompts, sampling = [prompt for prompt, _ in requests], [params for _, params in requests]
+        return self.generate(prompts, sampling, progress, lora_request=self._lora_request)
 
 
 def unheard(ended: int) -> None:
@@ -119,11 +133,11 @@ def chance_of(sample: Share, measured: Share, factor: float) -> float:
     return min(1.0, math.fsum(map(math.exp, chances)))
 
 
-def completed(llm: LLM, requests: Sequence[Asked], progress: Heard = unheard) -> list[Completion]:
+def completed(llm: ProvenLLM, requests: Sequence[Asked], progress: Heard = unheard) -> list[Completion]:
     """Raises ConfigError if a request fails."""
     if not requests:
         return []
-    done = llm.generate([prompt for prompt, _ in requests], [sampling for _, sampling in requests], progress)
+    done = llm.ask(requests, progress)
     if (
         error := next((completion.error for completion in done if completion.error is not None), None)
     ) is not None:
@@ -131,7 +145,7 @@ def completed(llm: LLM, requests: Sequence[Asked], progress: Heard = unheard) ->
     return done
 
 
-def scores(llm: LLM, texts: Iterable[list[int]], progress: Heard = unheard) -> list[list[TokenLogprob]]:
+def scores(llm: ProvenLLM, texts: Iterable[list[int]], progress: Heard = unheard) -> list[list[TokenLogprob]]:
     """Returns the scores of each text's tokens from the second on, by one pass over each text. A text that
     fills the context loses its last token."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=MAX_LOGPROBS)
@@ -171,7 +185,7 @@ def rounding_of(
     longest = max(arch.hidden, arch.intermediate, arch.heads * arch.head_dim)
     scale = 2.0**-16 * math.sqrt(longest) if dtype == "float32" else 1.0
     # Keys and values too: a cache in float8 is part of the rounding.
-    with LLM(**options | {"dtype": COMPARED[dtype], "kv_cache_dtype": "auto"}) as other:
+    with ProvenLLM(**options | {"dtype": COMPARED[dtype], "kv_cache_dtype": "auto"}) as other:
         progress(0)
         again = scores(other, texts, progress)
         done = completed(other, requests, lambda ended: progress(len(texts) + ended))

@@ -103,7 +103,7 @@ class ResponseAnswer:
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             max_tool_calls=body.max_tool_calls,
-            model=choice.service.model,
+            model=choice.model,
             output=[] if going_on else [self.item(index) for index in range(len(choice.blocks))],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,

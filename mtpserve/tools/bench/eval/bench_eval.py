@@ -33,7 +33,8 @@ from mtpserve.tools.bench.eval.parity import (
 from mtpserve.tools.bench.eval.tasks import STOP, STRICT, Exam, ExamQuestion, gsm8k, mmlu
 
 if TYPE_CHECKING:
-    from mtpserve.llm import LLM, Completion
+    from mtpserve.llm import LLM
+from mtpserve.text.outputs import Completion
 
 SHOWN, WIDTH = 20, 60  # differences, and characters of each text, in the terminal
 

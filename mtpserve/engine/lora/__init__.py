@@ -1,0 +1,1 @@
+"""Adapters as the scheduler sees them."""

@@ -1,0 +1,1 @@
+"""What may change while an engine serves."""

@@ -1,0 +1,74 @@
+"""Weights and adapters, as far as they change while an engine serves: made from a plan and the loaded
+model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mtpserve.config import EngineConfig
+from mtpserve.core.errors import ConfigError, InvalidRequest
+from mtpserve.core.protocols.parallel import ALONE, PlannedRank, Ranks
+from mtpserve.engine.process.controls import Controls
+from mtpserve.engine.startup.planning import Plan, build_model, empty_model, positions, sources
+from mtpserve.engine.updates.rank_weights import RankWeights
+from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.devices.lora import has_adapters
+from mtpserve.runtime.lora.device_adapters import DeviceAdapters
+from mtpserve.weights.shards import shards_of
+from mtpserve.weights.update import ServingWeights
+
+
+def adapters_of(engine_plan: Plan, model: DecoderModel, ranks: Ranks) -> DeviceAdapters | None:
+    """The adapters of this rank's part of the model; None: it has none. Raises ConfigError."""
+    whole_plan, (rank, size) = engine_plan.described, (ranks.rank, ranks.size)
+    if whole_plan.lora is None:
+        return None
+    if not has_adapters(model):
+        family = whole_plan.arch.family
+        raise ConfigError(f"--enable-lora: no layer of this model ({family}) takes adapters: leave it out")
+    plain = replace(engine_plan.storage, keep_blocks=False, keep_int4=False)
+    whole, part = (
+        empty_model(whole_plan, engine_plan.dtype, 1, plain, one) for one in (ALONE, PlannedRank(rank, size))
+    )
+    shards, rules = shards_of(whole, part, ranks), sources(whole_plan)[0].rules
+    return DeviceAdapters(model, whole, shards, rules, engine_plan.device, engine_plan.memory.max_running)
+
+
+def rank_weights(controls: Controls, engine_plan: Plan, model: DecoderModel) -> RankWeights:
+    """Returns what may change the weights of a rank's part of the model."""
+    described, dtype, storage = engine_plan.described, engine_plan.dtype, engine_plan.storage
+    length = positions(engine_plan.config, described.arch, engine_plan.device)
+
+    def make() -> ServingWeights:
+        if described.dummy or described.spread is not None:
+            option = "--load-format dummy" if described.dummy else "--enable-expert-parallel"
+            raise InvalidRequest(f"weights cannot be updated with {option}")
+        with torch.device("meta"):
+            blueprint = build_model(described, dtype, length, model.kernels, storage)
+        whole = empty_model(described, dtype, length, replace(storage, keep_blocks=False, keep_int4=False))
+        kernels = model.kernels
+        return ServingWeights(
+            model,
+            blueprint,
+            whole,
+            sources(described),
+            prefixes=("", "draft:")[: len(described.checkpoints)],
+            ranks=kernels.ranks,
+            packs_in_place=kernels.packs_in_place,
+        )
+
+    config = engine_plan.config
+    number = config.replica * config.parallel.ranks + config.rank
+    return RankWeights(controls, make, described.arch.num_layers, engine_plan.device, number)
+
+
+def why_fixed(config: EngineConfig) -> str:
+    """Returns why the weights do not change while the engine serves, or ""."""
+    mode = config.disaggregation.role
+    return (
+        ""
+        if mode is None
+        else f"weights cannot be updated with --disaggregation-mode {mode}: the other node keeps its own"
+    )
