@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mtpserve.core.protocols.adapters import LoRARequest
     from mtpserve.core.sampling import SamplingParams
     from mtpserve.llm import LLM
-from mtpserve.text.outputs import Completion
+    from mtpserve.text.outputs import Completion
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "LoRARequest", "SamplingParams", "__version__"]

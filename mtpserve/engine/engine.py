@@ -66,12 +66,12 @@ class Engine:
     """`context_length` is what a request may really have: the model's, or less where the KV pool does not
     hold that much.
 
-    `draft_depth` is the number of drafts to propose in each step; it stays what it is, since a seed's text
-    may depend on it. What comes of a step does not depend on `overlap`; with 0 its events come with the call
-    that launched it. While more requests run than `plain_above` no drafts are proposed: then a seed's text
-    may depend on the load. `fingerprint`: of all that KV depends on besides tokens; None: no prefix cache.
-    `long_rows`: of a long prompt in one step. `drafter`: the draft model's name. `captured`: depths of
-    captured steps; `apart`: beside which prompts have passes of their own.
+    `draft_depth` is the number of drafts to propose in a step; it stays, since a seed's text
+    may depend on it. With `overlap` 0 a step's events come with the call that launched it. While more
+    requests run than `plain_above` no drafts are proposed: then a seed's text may depend on the load.
+    `fingerprint`: of all that KV depends on besides tokens; None: no prefix cache. `long_rows`: of a
+    prompt. `drafter`: the draft model's name. `captured`: depths of captured steps; `apart`:
+    beside which prompts have passes of their own.
     """
 
     def __init__(
@@ -183,7 +183,9 @@ class Engine:
             synchronous_from=0 if self._runner.processors else sampling.first_constrained_token,
         )
         if self.fingerprint is not None and not is_self_check:
-            req.cache.hash_root = root(self.adapters.key(self.fingerprint, request.lora), request.salt)
+            req.cache.hash_root = root(
+                self.fingerprint + self.adapters.fingerprint(request.lora), request.salt
+            )
         req.draft.coupled = self.policy is not None and (sampling.seed is not None or self._seeded)
         req.queue.arrival_time = perf_counter()
         self._limit_drafts(req)

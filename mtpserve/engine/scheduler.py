@@ -252,7 +252,7 @@ class Scheduler:
             self._preempt_last(trusted=False)
         self.forget()
         for req in self.live.values():
-            self.prefixes.rekey(req, fingerprint)
+            self.prefixes.rekey(req, fingerprint, self.admission.adapters.fingerprint(req.request.lora))
 
     # ---------------------------------------------------------------------------------------------- commit
 

@@ -61,10 +61,8 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         assert attention is not None or mlp is not None
-        self.attention_norm, self.attention = (
-            None if attention is None else norm_before(arch, kernels),
-            attention,
-        )
+        self.attention_norm = None if attention is None else norm_before(arch, kernels)
+        self.attention = attention
         self.mlp_norm, self.mlp = None if mlp is None else norm_before(arch, kernels), mlp
 
     def forward(
@@ -236,14 +234,9 @@ class DecoderModel(nn.Module):
         )
         if features.last is not None:
             aux_hidden_states.append(x if features.last == "pre" else normed)
-        return Hidden(
-            normed,
-            None
-            if not aux_hidden_states
-            else aux_hidden_states[0]
-            if len(aux_hidden_states) == 1
-            else torch.cat(aux_hidden_states, -1),
-        )
+        if len(aux_hidden_states) < 2:
+            return Hidden(normed, aux_hidden_states[0] if aux_hidden_states else None)
+        return Hidden(normed, torch.cat(aux_hidden_states, -1))
 
     def logits(self, head: Tensor) -> Tensor:
         return self.head.forward(head, torch.float32)  # the module's own call takes as long as a small op

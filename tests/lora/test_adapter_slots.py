@@ -71,7 +71,7 @@ def test_a_number_is_one_adapter() -> None:
     slots.require(A)
     with pytest.raises(InvalidRequest, match="lora_int_id 1 is that of the adapter 'a' in a: give 'z' another number"):
         slots.require(LoRARequest("z", 1, "z"))
-    assert slots.key(b"model", None) == b"model" and slots.key(b"model", A) == b"modela"
+    assert slots.fingerprint(None) == b"" and slots.fingerprint(A) == b"a"
 
 
 def test_an_adapter_that_cannot_be_read_may_be_tried_again() -> None:

@@ -11,9 +11,11 @@ import torch
 
 from mtpserve.config import LoRAConfig, SpecConfig
 from mtpserve.core.protocols.adapters import LoRARequest
+from mtpserve.core.protocols.control import UpdateTensors
+from mtpserve.core.request import Request
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.startup.build import build_engine
-from tests.lora.adapters import CHAIN, PLAIN, PROMPTS, SEEDED, TREE, Adapter, answers, config_of
+from tests.lora.adapters import ASKED, CHAIN, PLAIN, PROMPTS, SEEDED, TREE, Adapter, answers, config_of
 from tests.models.checkpoints import Tiny, mimo
 
 ONE, TWO = Adapter(1), Adapter(2, 3, ("q_proj", "v_proj", "down_proj"))
@@ -78,8 +80,6 @@ def test_requests_without_an_adapter_are_the_same_beside_others(folder: Path, ti
     scored = replace(SEEDED, logprobs=0, temperature=0.0)
 
     def scores(chosen: list[LoRARequest | None]) -> list[float]:
-        from mtpserve.core.request import Request
-
         for i, lora in enumerate(chosen):
             engine.add(Request(str(i), PROMPTS[0], scored, lora=lora, salt=str(chosen)))
         found = []
@@ -112,6 +112,22 @@ def test_preempted_requests_go_on_with_their_adapter(folder: Path, tiny: Tiny, m
     loras = [None, *(LoRARequest(name, i, str(folder / name)) for i, name in enumerate(("one", "two"), 1))] * 2
     assert answers(engine, loras) == wanted(merged)
     assert engine.stats.preemptions_total > 0
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_new_weights_keep_the_adapters(folder: Path, tiny: Tiny, tmp_path: Path, backend: str) -> None:
+    """Also of a request that runs: it goes on as if it had come now, and shares no pages with other adapters."""
+    engine, loras = engine_of(folder, tiny, CHAIN, backend=backend)
+    answers(engine, loras)
+    trained = mimo(tmp_path / "trained", seed=5)
+    engine.add(Request("r", PROMPTS[1], replace(ASKED, max_tokens=30), lora=loras[1]))
+    engine.step()
+    assert engine.controls.take(UpdateTensors(trained.tensors)).error == ""
+    while engine.has_work:
+        assert all(event.error is None for event in engine.step())
+    merged = [ONE.merge(tmp_path / "one", trained), TWO.merge(tmp_path / "two", trained)]
+    texts = [answers(build_engine(config_of(place, PLAIN)), [None] * 6) for place in (trained.directory, *merged)]
+    assert answers(engine, loras) == wanted(texts)
 
 
 def test_bfloat16_in_cpp_is_lossless(folder: Path, tiny: Tiny) -> None:

@@ -18,7 +18,7 @@ from mtpserve.config.lora import name_and_path
 from mtpserve.core.errors import ConfigError, LoadError
 from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.planning import describe, sources
-from mtpserve.weights.lora import read_adapter
+from mtpserve.weights.checkpoint.lora import read_adapter
 from tests.lora.adapters import PLAIN, PROMPTS, Adapter, answers, config_of
 from tests.models.checkpoints import Tiny, deepseek, glm4_moe, llama, mistral, qwen2, qwen3
 from tests.models.hybrids import qwen3_next

@@ -44,11 +44,11 @@ class AdapterSlots:
 
     def load(self, request: LoRARequest) -> None:
         """Loads an adapter, unless it is there. Raises InvalidRequest."""
-        known = self._requests.setdefault(request.lora_int_id, request)
-        if known != request:
+        loaded = self._requests.setdefault(request.lora_int_id, request)
+        if loaded != request:
             raise InvalidRequest(
-                f"lora_int_id {request.lora_int_id} is that of the adapter {known.lora_name!r} in "
-                f"{known.lora_path}: give {request.lora_name!r} another number",
+                f"lora_int_id {request.lora_int_id} is that of the adapter {loaded.lora_name!r} in "
+                f"{loaded.lora_path}: give {request.lora_name!r} another number",
                 "lora_int_id",
             )
         if request.lora_int_id not in self._fingerprints:
@@ -85,9 +85,9 @@ class AdapterSlots:
             del self._fingerprints[number]
             self._drop(number)
 
-    def key(self, fingerprint: bytes, request: LoRARequest | None) -> bytes:
-        """What keys and values depend on besides tokens. `fingerprint`: the same without an adapter."""
-        return fingerprint if request is None else fingerprint + self._fingerprints[request.lora_int_id]
+    def fingerprint(self, request: LoRARequest | None) -> bytes:
+        """What keys and values depend on besides tokens and the model."""
+        return b"" if request is None else self._fingerprints[request.lora_int_id]
 
     def has_room(self, request: LoRARequest) -> bool:
         """It has a slot, or can get one."""

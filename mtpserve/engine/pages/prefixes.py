@@ -47,10 +47,10 @@ class Prefixes:
         self._extend(req, req.prefill_end)
         self._waits_for_transfer(req, self._usable(req))  # they come while it waits for a seat
 
-    def rekey(self, req: RequestState, fingerprint: bytes | None) -> None:
-        """A waiting request finds and leaves pages with this fingerprint alone."""
+    def rekey(self, req: RequestState, fingerprint: bytes | None, of_adapter: bytes) -> None:
+        """A waiting request finds and leaves pages with this fingerprint alone, and with its adapter's."""
         if req.cache.hash_root is not None and fingerprint is not None:
-            req.cache.hash_root = root(fingerprint, req.request.salt)
+            req.cache.hash_root = root(fingerprint + of_adapter, req.request.salt)
             req.cache.block_hashes, req.cache.num_matched_blocks = [], 0
             self._extend(req, req.prefill_end)
 

@@ -33,10 +33,9 @@ from mtpserve.engine.startup.planning import (
     positions,
 )
 from mtpserve.engine.startup.recording import header_of, recorder_of
-from mtpserve.engine.startup.serving.changes import adapters_of, rank_weights, why_fixed
+from mtpserve.engine.startup.serving.changes import adapters_of, rank_weights, take_changes
 from mtpserve.engine.startup.threads import bind, core_share
-from mtpserve.engine.updates.adapter_updates import AdapterUpdates, take_adapters
-from mtpserve.engine.updates.weight_updates import WeightUpdates
+from mtpserve.engine.updates.adapter_updates import take_adapters
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.quant.int8 import Int8
@@ -350,12 +349,7 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
     if spread is not None:
         engine.ticks = ticks_of(spread, meet(config, spread, arch, engine_plan.dtype, device), others)
     engine.cores = core_share(config)
-    weights, others_take = rank_weights(engine.controls, engine_plan, model), None
-    if others.size > 1:
-        others_take = partial(others.control, take=engine.controls.take)
-    WeightUpdates(engine, weights, others_take, why_fixed(config))
-    if options.adapters is not None:
-        AdapterUpdates(engine, options.adapters, config.lora, options.others)
+    take_changes(engine, engine_plan, model, options)
     engine.card = replace(
         engine.card,
         synthetic_acceptance=None if curve is None else curve.name,

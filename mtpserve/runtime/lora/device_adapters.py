@@ -18,7 +18,7 @@ from mtpserve.core.errors import LoadError
 from mtpserve.core.protocols.adapters import LoRARequest
 from mtpserve.layers.devices.lora import adapters_of
 from mtpserve.runtime.runner_request import RunnerRequest
-from mtpserve.weights.lora import AdapterPair, read_adapter
+from mtpserve.weights.checkpoint.lora import AdapterPair, read_adapter
 from mtpserve.weights.plan import parts_of
 from mtpserve.weights.rules import Rule
 from mtpserve.weights.shards import Shard

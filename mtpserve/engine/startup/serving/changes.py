@@ -4,15 +4,20 @@ model."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest
 from mtpserve.core.protocols.parallel import ALONE, PlannedRank, Ranks
+from mtpserve.engine.engine import Engine
 from mtpserve.engine.process.controls import Controls
+from mtpserve.engine.startup.assemble import EngineOptions
 from mtpserve.engine.startup.planning import Plan, build_model, empty_model, positions, sources
+from mtpserve.engine.updates.adapter_updates import AdapterUpdates
 from mtpserve.engine.updates.rank_weights import RankWeights
+from mtpserve.engine.updates.weight_updates import WeightUpdates
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.devices.lora import has_adapters
 from mtpserve.runtime.lora.device_adapters import DeviceAdapters
@@ -62,6 +67,17 @@ def rank_weights(controls: Controls, engine_plan: Plan, model: DecoderModel) -> 
     config = engine_plan.config
     number = config.replica * config.parallel.ranks + config.rank
     return RankWeights(controls, make, described.arch.num_layers, engine_plan.device, number)
+
+
+def take_changes(engine: Engine, engine_plan: Plan, model: DecoderModel, options: EngineOptions) -> None:
+    """The engine and its other ranks take the calls that change weights and adapters. Loads the adapters of
+    the start. Raises ConfigError."""
+    others, config = options.others, engine_plan.config
+    weights = rank_weights(engine.controls, engine_plan, model)
+    on_every_rank = None if others is None else partial(others.control, take=engine.controls.take)
+    WeightUpdates(engine, weights, on_every_rank, why_fixed(config))
+    if options.adapters is not None:
+        AdapterUpdates(engine, options.adapters, config.lora, others)
 
 
 def why_fixed(config: EngineConfig) -> str:
