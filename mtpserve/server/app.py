@@ -62,15 +62,19 @@ from mtpserve.server.sglang.parsing import (
     separate_reasoning,
 )
 from mtpserve.server.sglang.weights import (
+    Checked,
     Done,
     NewVersion,
     Updated,
     destroy_weights_update_group,
+    get_weights_by_name,
     init_weights_update_group,
+    post_get_weights_by_name,
     update_weight_version,
     update_weights_from_disk,
     update_weights_from_distributed,
     update_weights_from_tensor,
+    weights_checker,
 )
 from mtpserve.server.spec import SpecObject, set_spec, show_spec
 from mtpserve.server.tokens import Detokenized, Tokenized, detokenize, tokenize, tokenizer_info
@@ -127,6 +131,9 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("POST", ("/update_weights_from_distributed",), update_weights_from_distributed, (Updated,)),
     ("POST", ("/init_weights_update_group",), init_weights_update_group, (Done,)),
     ("POST", ("/destroy_weights_update_group",), destroy_weights_update_group, (Done,)),
+    ("GET", ("/get_weights_by_name",), get_weights_by_name, (list[float], list[list[float]])),
+    ("POST", ("/get_weights_by_name",), post_get_weights_by_name, (list[float], list[list[float]])),
+    ("POST", ("/weights_checker",), weights_checker, (Checked,)),
     ("POST", ("/update_weight_version",), update_weight_version, (NewVersion,)),
     ("POST", ("/v1/load_lora_adapter",), load_lora, PlainTextResponse),  # vLLM's
     ("POST", ("/v1/unload_lora_adapter",), unload_lora, PlainTextResponse),

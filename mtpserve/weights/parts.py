@@ -186,3 +186,14 @@ def contents(value: Any) -> Mapping[Any, Any]:
     if is_dataclass(value):
         return {entry.name: getattr(value, entry.name) for entry in fields(value)}
     return value.__dict__ if isinstance(value, ctypes.Structure) else {}
+
+
+def tensors_in(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors that a value holds, however deep, but those in modules."""
+    if id(value) in seen or isinstance(value, nn.Module):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield name, value
+    for key, inner in (value if isinstance(value, dict) else contents(value)).items():
+        yield from tensors_in(f"{name}.{key}", inner, seen)

@@ -199,7 +199,7 @@ def _place(
     parameter = audit.parameters.get(target)
     if parameter is None:
         raise LoadError(f"{entry.file}: {name} belongs to {target}, which this model does not have")
-    region = _region(module, parameter, target, rule.how, groups)
+    region = region_of(module, parameter, target, rule.how, groups)
     if region is None:
         raise LoadError(f"{entry.file}: {name} is one expert too many, {target} has {parameter.shape[0]}")
     place, arranged = region.of(parameter), rule.how if isinstance(rule.how, Arranged) else None
@@ -234,7 +234,7 @@ def _place(
     )
 
 
-def _region(module: nn.Module, parameter: Tensor, target: str, how: How, groups: Groups) -> Region | None:
+def region_of(module: nn.Module, parameter: Tensor, target: str, how: How, groups: Groups) -> Region | None:
     """Returns the region of a parameter; None if the model has no such expert."""
     if not isinstance(how, Stack | Expert | EveryExpert):
         return Region()
@@ -314,6 +314,6 @@ def _candidates(
             name = source_name(rule, alias, expert)
             if name is None:
                 break
-            region = _region(module, parameter, alias, rule.how, {"expert": str(expert)})
+            region = region_of(module, parameter, alias, rule.how, {"expert": str(expert)})
             assert region is not None
             yield from (fill for fill in region.fills(parameter, name) if fill.overlaps(wanted))

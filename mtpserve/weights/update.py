@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -30,9 +30,9 @@ from mtpserve.weights.audit import Audit, all_finite, parameters
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
 from mtpserve.weights.loader import put
-from mtpserve.weights.parts import Part, Renewal, overwrite, parts_of_module
-from mtpserve.weights.plan import Placement, WeightSource, placements_of
-from mtpserve.weights.rules import Matcher
+from mtpserve.weights.parts import Part, Renewal, overwrite, parts_of_module, tensors_in
+from mtpserve.weights.plan import Placement, Region, WeightSource, placements_of, region_of
+from mtpserve.weights.rules import Arranged, Copy, Matcher
 from mtpserve.weights.shards import clear, shards_of
 
 FILE = Path("the update")  # in place of a file's name, in messages
@@ -97,7 +97,7 @@ class ServingWeights:
         """`prefixes`: of the sources' names, "" for the first. Names without one may be any source's."""
         self._prefixes = prefixes
         self._live, self._blueprint, self._sources = live, blueprint, sources
-        self._whole, self._parameters = whole, parameters(whole)
+        self._whole, self._parameters, self._ranks = whole, parameters(whole), ranks
         self._shards = shards_of(whole, blueprint, ranks)
         self._roles = {
             group.name: tuple(group.tensors)
@@ -226,6 +226,54 @@ class ServingWeights:
             return
         if not torch.equal(live.to(tensor), tensor):
             raise LoadError(f"{where} is a table that cannot change while the model serves")
+
+    # -- read ------------------------------------------------------------------------------------------------
+
+    def read(self, name: str, rows: int) -> list[Any]:
+        """The first rows of a tensor as a checkpoint has it, as nested lists of float32. Raises LoadError."""
+        prefix = max(filter(name.startswith, self._prefixes), key=len)
+        stem = name.removeprefix(prefix)
+        number = self._source_of(stem, self._prefixes.index(prefix))
+        rule, groups = self._matchers[number or 0].match(stem) if number is not None else (None, {})
+        if rule is None or rule.target is None:
+            raise LoadError(f"{name}: the model has no parameter for this tensor")
+        target = rule.resolve(groups)
+        region = region_of(self._whole, self._parameters[target], target, rule.how, groups)
+        if region is None or isinstance(rule.how, Arranged) or self._ranks.size > 1:
+            raise LoadError(f"{name}: the model has it in parts, or in another order, and does not say it")
+        plus = rule.how.plus if isinstance(rule.how, Copy) else 0.0
+        values: list[Any] = (self._rows_of(name, target, region, rows).float() - plus).tolist()
+        return values
+
+    def _rows_of(self, name: str, target: str, region: Region, rows: int) -> Tensor:
+        path, _, leaf = target.rpartition(".")
+        owner: Any = self._live.get_submodule(path)
+        live, is_stored = parameters(self._live).get(target), target + SCALE in self._rooms
+        if (
+            live is not None
+            and not is_stored
+            and (not self._parts[target].packed or hasattr(owner, "method"))
+        ):
+            return region.of(live.detach())[:rows]
+        if leaf == "weight" and region.expert is None and hasattr(owner, "packed"):
+            number = min(rows, region.rows or self._parameters[target].shape[0])
+            places = torch.arange(region.start, region.start + number, device=self._device)
+            numbers: Tensor = (
+                owner.method.rows(owner, places) if hasattr(owner, "method") else owner.own_rows(places)
+            )
+            return numbers
+        raise LoadError(f"{name}: the parameter {target} is packed, and cannot be read")
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that comes of a checkpoint, as it is multiplied."""
+        seen: set[int] = set()
+        for name, tensor in parameters(self._live).items():
+            yield from tensors_in(name, tensor, seen)
+        for part in self._parts.values():
+            for module in part.modules:
+                own = self._live.get_submodule(module)
+                derived = {key: value for key, value in own.__dict__.items() if not key.startswith("_")}
+                yield from tensors_in(module, derived, seen)
 
     # -- commit ----------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class FakeEngine:
         self.ticks, self.cores, self.controls = Ticks(), CoreShare(), Controls()
         self.controls.add(SetWeightVersion, self.set_version)
         self.controls.add(UpdateWeights, self.update)
-        self.controls.add(OnEveryRank, lambda call: Reply())
+        self.controls.add(OnEveryRank, lambda call: Reply(values={"parameter": [0.5, 1.0], "checksums": {"a": "b"}}))
         self.updates: list[UpdateWeights] = []
         self.cache: set[int] = set()  # hashes of prompts up to the end of a page
         self.found: dict[str, int] = {}  # tokens in it, for each live request

@@ -120,6 +120,19 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
         raise error
 
 
+class ReadWeights(Call, frozen=True):
+    """The first rows of a tensor as a checkpoint has it: the reply's value `parameter`."""
+
+    name: str
+    rows: int
+
+
+class CheckWeights(Call, frozen=True):
+    """Remember the weights' checksums, compare them with those, or say them: the value `checksums`."""
+
+    action: Literal["snapshot", "compare", "checksum"]
+
+
 RankCalls = (
     StageTensors
     | StageCheckpoint
@@ -130,6 +143,8 @@ RankCalls = (
     | LeaveGroup
     | LoadLoRA
     | DropLoRA
+    | ReadWeights
+    | CheckWeights
 )
 
 

@@ -4,6 +4,7 @@ all have staged it: an error leaves every rank as it was."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.protocols.control import (
+    CheckWeights,
     CommitWeights,
     DropWaiting,
     JoinGroup,
     LeaveGroup,
+    ReadWeights,
     Reply,
     StageBroadcast,
     StageCheckpoint,
@@ -44,6 +47,7 @@ class RankWeights:
         """`number`: of the process among the ranks of all engines."""
         self._make, self._num_layers, self._device, self._number = make, num_layers, device, number
         self._groups: dict[str, WeightGroup] = {}
+        self._snapshot: dict[str, str] | None = None  # checksums, by name
         self._weights: ServingWeights | None = None
         self._staged: StagedUpdate | None = None
         controls.add(StageTensors, self.stage_bytes)
@@ -52,6 +56,8 @@ class RankWeights:
         controls.add(JoinGroup, self.join)
         controls.add(LeaveGroup, self.leave)
         controls.add(CommitWeights, self.commit)
+        controls.add(ReadWeights, self.read)
+        controls.add(CheckWeights, self.check)
         controls.add(DropWaiting, self.drop_waiting)
 
     @property
@@ -124,9 +130,34 @@ class RankWeights:
             self.weights.commit(staged)
         return Reply()
 
+    def read(self, call: ReadWeights) -> Reply:
+        """Raises LoadError."""
+        return Reply(values={"parameter": self.weights.read(call.name, call.rows)})
+
+    def check(self, call: CheckWeights) -> Reply:
+        """Raises InvalidRequest where weights are not those of the snapshot."""
+        sums = {name: checksum(tensor) for name, tensor in self.weights.tensors()}
+        if call.action == "snapshot":
+            self._snapshot = sums
+        if call.action == "compare":
+            if self._snapshot is None:
+                raise InvalidRequest("action: there is no snapshot to compare with", "action")
+            changed = [name for name, value in sums.items() if self._snapshot.get(name) != value]
+            if changed:
+                shown = ", ".join(changed[:3]) + (" …" if len(changed) > 3 else "")
+                differ = f"weights differ from the snapshot: {len(changed)} ({shown})"
+                raise InvalidRequest(f"action: {differ}", "action")
+        return Reply(values={"checksums": sums if call.action == "checksum" else {}})
+
     def drop_waiting(self, call: DropWaiting) -> Reply:
         self.weights.waiting.clear()
         return Reply()
+
+
+def checksum(tensor: Tensor) -> str:
+    dense = tensor.detach().to_dense() if tensor.is_mkldnn else tensor.detach()
+    data = dense.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def dtype_of(name: str) -> torch.dtype:

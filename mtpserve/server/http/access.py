@@ -37,6 +37,7 @@ MANAGEMENT = frozenset(
         *("/init_weights_update_group", "/destroy_weights_update_group", "/update_weight_version"),
         *("/load_lora_adapter", "/unload_lora_adapter"),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/get_weights_by_name", "/weights_checker"),
     }
 )
 CHANGED = frozenset({"/v1/spec"})  # these too, where they are not only read

@@ -13,9 +13,11 @@ from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.protocols.control import (
+    CheckWeights,
     JoinGroup,
     LeaveGroup,
     OnEveryRank,
+    ReadWeights,
     SetWeightVersion,
     StageBroadcast,
     StageCheckpoint,
@@ -28,8 +30,12 @@ from mtpserve.server.schema.base import Strict
 
 PICKLE = b"\x80"  # how every pickle begins since its second protocol
 SHOWN = 3  # names in a message
+MOST = 1 << 31  # of a number that is handed on
 
 Version = Annotated[str, Field(min_length=1, max_length=256)]
+TensorName = Annotated[str, Field(min_length=1, max_length=512)]
+Rows = Annotated[int, Field(ge=1, le=100_000)]
+ROWS = 100  # of a tensor that is read, where nothing is said
 GroupName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -46,6 +52,10 @@ class Updated(Rendered):
 class Done(Rendered):
     success: Literal[True]
     message: str
+
+
+class Checked(Done):
+    payload: dict[str, dict[str, str]]
 
 
 class NewVersion(Done):
@@ -74,21 +84,30 @@ class TensorUpdate(WeightUpdate):
 class BroadcastUpdate(WeightUpdate):
     names: Annotated[list[str], Field(min_length=1)]
     dtypes: list[str]
-    sizes: Annotated[list[list[Annotated[int, Field(ge=0)]]], Field(alias="shapes")]
+    sizes: Annotated[list[list[Annotated[int, Field(ge=0, le=MOST)]]], Field(alias="shapes")]
     group_name: GroupName = "weight_update_group"
 
 
 class GroupJoined(Strict):
     master_address: Annotated[str, Field(min_length=1, max_length=256)]
     master_port: Annotated[int, Field(ge=1, le=65535)]
-    rank_offset: Annotated[int, Field(ge=1)]
-    world_size: Annotated[int, Field(ge=2)]
+    rank_offset: Annotated[int, Field(ge=1, le=MOST)]
+    world_size: Annotated[int, Field(ge=2, le=MOST)]
     group_name: GroupName = "weight_update_group"
     backend: Literal["gloo", "nccl"] = "nccl"
 
 
 class GroupLeft(Strict):
     group_name: GroupName = "weight_update_group"
+
+
+class WeightsWanted(Strict):
+    name: TensorName
+    truncate_size: Rows | None = None
+
+
+class WeightsCheck(Strict):
+    action: Literal["snapshot", "compare", "checksum"] | None = None
 
 
 class VersionChange(Strict):
@@ -137,6 +156,32 @@ async def update_weight_version(service: Served, body: VersionChange) -> Respons
         service.abort(None)
     await service.client.control(SetWeightVersion(body.new_version))
     return JSON(NewVersion(True, f"the weights' version is {body.new_version}", body.new_version))
+
+
+async def get_weights_by_name(service: Served, name: TensorName, truncate_size: Rows = ROWS) -> Response:
+    """Read the first rows of a tensor, by its name in a checkpoint."""
+    return await weights_of(service, WeightsWanted(name=name, truncate_size=truncate_size))
+
+
+async def post_get_weights_by_name(service: Served, body: WeightsWanted) -> Response:
+    """Read the first rows of a tensor, by its name in a checkpoint."""
+    return await weights_of(service, body)
+
+
+async def weights_of(service: Service, body: WeightsWanted) -> Response:
+    service.check_alive()
+    rows = ROWS if body.truncate_size is None else body.truncate_size
+    reply = await service.client.control(OnEveryRank(ReadWeights(body.name, rows)))
+    return JSON(reply.values["parameter"])
+
+
+async def weights_checker(service: Served, body: WeightsCheck) -> Response:
+    """Remember the checksums of all weights, compare the weights with them, or list them. 400 where they
+    differ."""
+    service.check_alive()
+    action = body.action or "checksum"
+    reply = await service.client.control(OnEveryRank(CheckWeights(action)))
+    return JSON(Checked(True, f"{action}: done", {"checksums": reply.values["checksums"]}))
 
 
 async def updated(
