@@ -10,7 +10,6 @@ import pytest
 
 from mtpserve.core.errors import EngineBusy, EngineDead, LoadError, QueueFull, RequestFailed
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.core.protocols.control import Calls, Reply
 from mtpserve.core.request import Finish, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.stats.engine_stats import EngineStats
@@ -18,11 +17,12 @@ from mtpserve.core.stats.reports import SpecChange, SpecReport, StepCosts
 from mtpserve.engine.process import affinity, replicas
 from mtpserve.engine.process.replicas import MAX_LOST_ENGINES, Replicas
 from mtpserve.engine.process.totals import total
+from tests.engine.answering import Answering
 
 DEADLY, REPORT = 666, SpecReport(3, None, None, StepCosts(), [], [], [])  # a prompt with the token DEADLY kills its engine
 
 
-class Local:
+class Local(Answering):
     """An engine whose token i is a function of the prompt, the seed and i."""
 
     def __init__(self, number: int, *, capacity: int | None = None, fails: bool = False) -> None:
@@ -33,10 +33,8 @@ class Local:
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.served: list[Request] = []
         self.aborted: set[str] = set()
-        self.counted = EngineStats(pages_total=10)
-        self.held = asyncio.Event()  # tokens come while it is set
+        self.counted, self.held = EngineStats(pages_total=10), asyncio.Event()  # tokens come while it is set
         self.held.set()
-        self.replies: list[Reply] = []  # to the next calls
         self.stopped = self.hung = False
 
     async def start(self) -> None:
@@ -91,11 +89,6 @@ class Local:
         if self.dead is not None:
             raise EngineDead(self.dead)
         return REPORT
-
-    async def control(self, call: Calls) -> Reply:
-        if self.dead is not None:
-            raise EngineDead(self.dead)
-        return self.replies.pop() if self.replies else Reply(values={"engine": self.number})
 
     async def profile(self, change: ProfileChange) -> ProfileReport:
         if self.dead is not None:

@@ -64,11 +64,14 @@ def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(module, "overlap_of", lambda config, device: 1)
 
 
+TREE = {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 2, "attention_backend": "reference"}
 CASES: list[Any] = [
     ({"speculative_algorithm": "NEXTN"}, False),
     ({"speculative_algorithm": "none"}, True),
     ({"speculative_algorithm": "NEXTN", "speculative_num_steps": 3, "max_total_tokens": 96}, True),  # too few pages: preemption
-    pytest.param({"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 2, "attention_backend": "reference"}, False, marks=pytest.mark.thorough),
+    pytest.param(
+        {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 2, "attention_backend": "reference"}, False, marks=pytest.mark.thorough
+    ),
 ]
 
 
