@@ -49,6 +49,7 @@ from mtpserve.server.openai.responses.response_objects import (
 )
 from mtpserve.server.openai.responses.socket import responses_socket
 from mtpserve.server.openai.responses.store import ResponseStore
+from mtpserve.server.openai.token_generation import TokenAnswer, generate_tokens
 from mtpserve.server.openapi import Server
 from mtpserve.server.page.page import LiveRequests, Stats, docs, page, requests, stats
 from mtpserve.server.profile import ProfileStarted, ProfileStopped, start_profile, stop_profile
@@ -119,6 +120,7 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("POST", ("/v1/messages",), messages, (MessageObject,)),
     ("POST", ("/v1/messages/count_tokens",), count_tokens, (CountedTokens,)),
     ("POST", ("/generate",), generate, (Generated, list[Generated])),
+    ("POST", ("/inference/v1/generate",), generate_tokens, (TokenAnswer,)),
     ("POST", ("/tokenize", "/v1/tokenize"), tokenize, (Tokenized,)),
     ("POST", ("/detokenize", "/v1/detokenize"), detokenize, (Detokenized,)),
     ("POST", ("/parse_function_call",), parse_function_call, (ParsedCalls,)),

@@ -60,6 +60,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 4}}),
     ("/generate", {"text": ["a"], "sampling_params": {"max_new_tokens": 9, "stop": "c"}, "return_logprob": True, "logprob_start_len": 0}),
     ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0, "return_text_in_logprobs": True}),
+    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 3, "n": 2, "logprobs": 1, "prompt_logprobs": 1}}),
     ("/invocations", {"prompt": "a"}),
     ("/invocations", {"messages": USER, "max_tokens": 4, "stream": True}),
     ("/tokenize", {"prompt": "a", "return_token_strs": True}),

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from mtpserve.config import ServerConfig
 from mtpserve.server.app import BODIES, ROUTES, create_app
+from mtpserve.server.openai.token_generation import TokenSampling
 from mtpserve.server.schema.unsupported import REFUSED
 from mtpserve.text.tokenizer import Tokenizer
 from tests import selection
@@ -54,7 +55,7 @@ def tried(document: dict[str, Any]) -> dict[str, Any]:
     document = copy.deepcopy(document)
     schemas = document["components"]["schemas"]
     first = copy.deepcopy(schemas["CompletionRequest"]["properties"])
-    for body in (body for body in BODIES if body.column is not None):
+    for body in (body for body in (*BODIES, TokenSampling) if body.column is not None):
         schema = schemas[body.__name__]
         tried_there = {} if body.__name__ == "CompletionRequest" else first
         fields = schema["properties"]

@@ -156,6 +156,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "MessagesRequest": {"messages": CONVERSATION, "max_tokens": 32},
     "CountRequest": {"messages": CONVERSATION},
     "NativeRequest": {"text": "import os", "sampling_params": {"max_new_tokens": 32, "temperature": 0}},
+    "TokenRequest": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 32, "logprobs": 0}},
     "TokenizeRequest": {"prompt": "import os"},
     "DetokenizeRequest": {"tokens": [1, 2, 3]},
     "ParseFunctionCall": {

@@ -60,7 +60,8 @@ TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ),
     ("ctrmgs", (None, False), "watermark"),
     ("..rm..", (None,), "bootstrap_host bootstrap_port bootstrap_room kv_transfer_params"),
-    ("ctrm.s", (None, True), "spaces_between_special_tokens"),
+    ("ctrm..", (None, True), "spaces_between_special_tokens"),
+    (".....s", (None, True, False), "spaces_between_special_tokens"),  # SGLang's fast tokenizers have none
     ("ctrm.s", (None, []), "stop_regex"),
     ("ctrmgs", (None, 1), "stream_interval"),  # each step's tokens are sent at once
     (".....s", (None,), "beam_width stop_regex_strs stop_strs"),
