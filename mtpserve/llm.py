@@ -226,8 +226,9 @@ class LLM:
                 )
                 detokenizer = Detokenizer(self.tokenizer.fast, params, self.engine.card.eos_ids, ids)
                 outputs[request.id] = OfflineRequest(
-                    self.tokenizer, detokenizer, len(ids), params.speculation.trace
-                )
+                    self.tokenizer, detokenizer, len(ids), params.speculation.trace,
+                    sizes=self.engine.card.experts if params.return_routed_experts else None,
+                )  # fmt: skip
                 while not self._add(request):
                     yield from self._step(outputs, live)
                 live.add(request.id)

@@ -24,7 +24,7 @@ from mtpserve_kernels.cache import reference
 from torch import Tensor
 
 from mtpserve.cache.pool import Compact, KVPool
-from mtpserve.core.arch.model import Attention, page_groups
+from mtpserve.core.arch.model import Attention, KVLayout, page_groups
 
 N = TypeVar("N", int, Tensor)
 
@@ -57,15 +57,20 @@ class Place(NamedTuple):
 class Stores:
     """`pages`: of each group, in the order of core.arch.model.page_groups. `dtype`, `poison`, `compact` and
     `kv_dtype` are KVPool's. `nodes`: how many seats there are, and how many nodes each may have besides the
-    root."""
+    root. `routed`: layers, experts of a token in each, and their dtype."""
 
     def __init__(
         self, layers: Sequence[Attention], pages: Sequence[int], page_size: int, dtype: torch.dtype,
         device: torch.device,
         poison: bool = False, compact: Compact = reference.compact, kv_dtype: torch.dtype | None = None,
-        nodes: tuple[int, int] = (0, 0),
+        nodes: tuple[int, int] = (0, 0), routed: tuple[int, int, torch.dtype] | None = None,
     ) -> None:  # fmt: skip
         self.page_size = page_size
+        # which experts each token had [layers, slots, 1, top_k], in the pages of group 0
+        self.routed: KVPool | None = None
+        if routed is not None:
+            layout = KVLayout("mla", 1, routed[1], 0)
+            self.routed = KVPool(layout, routed[0], pages[0], page_size, routed[2], device, compact=compact)
         kinds, windows = list(dict.fromkeys(layers)), page_groups(layers)
         groups = [windows.index(kind.kv_window) for kind in kinds]
 
@@ -105,16 +110,21 @@ class Stores:
 
     @property
     def nbytes(self) -> int:
-        return sum(pool.nbytes for store in self.stores for _, pool in store.pools)
+        return sum(pool.nbytes for group in self.groups for pool in self.pools_of(group))
 
     @property
     def groups(self) -> list[int]:
-        return sorted({store.group for store in self.stores})
+        return sorted({group for store in self.stores for group, _ in store.pools})
+
+    def pools_of(self, group: int) -> list[KVPool]:
+        """All that is stored in the pages of a group."""
+        pools = [pool for store in self.stores for its_group, pool in store.pools if its_group == group]
+        return pools if self.routed is None or group else [*pools, self.routed]
 
     def clear_last(self) -> None:
         """Zeros in the last page of each group, for one that is read before anything is written to it."""
-        for store in self.stores:
-            for _, pool in store.pools:
+        for group in self.groups:
+            for pool in self.pools_of(group):
                 pool.clear(pool.pages - 1)
 
     def move(self, group: int, source: Tensor, target: Tensor) -> None:
@@ -123,6 +133,8 @@ class Stores:
         for store in self.stores:
             if store.group == group:
                 store.pool.move(source, target)
+        if self.routed is not None and group == 0:
+            self.routed.move(source, target)
 
     def move_entries(
         self, req_indices: Tensor, nodes: Tensor, index: Tensor, slots: Tensor, moved: Tensor

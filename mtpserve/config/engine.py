@@ -26,6 +26,11 @@ class SamplingConfig:
         "after the request's sampling parameters",
         choices=("raw_logprobs", "processed_logprobs"),
     )
+    enable_return_routed_experts: bool = option(
+        False,
+        "keep which experts each token has, beside its keys and values: requests with "
+        "return_routed_experts get them with their answers",
+    )
     logits_processors: str | None = option(
         None,
         "custom logits processors: classes module:Class, comma-separated. Each is called for every "

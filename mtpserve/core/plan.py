@@ -150,6 +150,7 @@ class SpanResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: str | None = None  # the request cannot go on; the rest is void
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    routed_experts: list[bytes] | None = None  # of the last computed tokens: [layers, experts] of each
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):

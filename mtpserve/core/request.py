@@ -109,6 +109,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0
     # with `finish`: its prompt's pages, where the request wants them kept for another node
     offer: PageOffer | None = None
+    routed_experts: tuple[int, list[bytes]] | None = None  # of a token and the next ones: see SpanResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +134,5 @@ class ModelCard:
     checkpoint: str = ""  # as --model names it
     device: str = ""  # cpu or cuda
     weight_format: str = ""  # how the weights are stored here: a dtype, fp8, int4 or int8
+    experts: tuple[int, int, int] | None = None  # kept of each token: layers, experts, bytes of a number
     wanted_context: int = 0  # more than `context_length` where the KV pool does not hold that much

@@ -182,6 +182,8 @@ class SamplingParams:
     custom_params: Mapping[str, object] = field(default_factory=dict)
     # lower ones are scheduled first with --scheduling-policy priority; no text depends on it
     priority: int = 0
+    # the chosen experts of each token but the last, with --enable-return-routed-experts
+    return_routed_experts: bool = False
     speculation: Speculation = Speculation()
 
     def __post_init__(self) -> None:
@@ -228,6 +230,14 @@ class SamplingParams:
     def used_prediction(self) -> str:
         """The client's prediction of the output; "" where the request turns speculation off."""
         return "" if self.speculation.depth == 0 else self.speculation.prediction
+
+    def check_experts(self, available: bool) -> None:
+        """Raises InvalidRequest where a request wants experts that the engine does not keep."""
+        if self.return_routed_experts and not available:
+            raise InvalidRequest(
+                "return_routed_experts must be false without --enable-return-routed-experts, got True",
+                "return_routed_experts",
+            )
 
     def check_policy(self, policy: str) -> None:
         """Raises InvalidRequest for a priority where the scheduling policy ignores priorities."""

@@ -274,7 +274,7 @@ class Scheduler:
         return [
             (req, event)
             for req, event in events
-            if event.tokens or event.prompt_logprobs or event.finish is not None
+            if event.tokens or event.prompt_logprobs or event.routed_experts or event.finish is not None
         ]
 
     def fail(self, reqs: Seq[RequestState], error: str) -> list[RequestEvent]:
@@ -324,8 +324,9 @@ class Scheduler:
         assert finish is not None or req.num_computed_tokens < len(req.tokens) < req.max_num_tokens
         logprobs = None if result.logprobs is None else result.logprobs[: len(tokens)]
         return event_of(
-            req, tokens, min(result.num_accepted_tokens, len(tokens)), proposal, logprobs, scores or None
-        )
+            req, tokens, min(result.num_accepted_tokens, len(tokens)), proposal, logprobs, scores or None,
+            result.routed_experts,
+        )  # fmt: skip
 
     def _end(self, req: RequestState, finish: Finish, error: str | None = None) -> None:
         req.num_draft_tokens, req.finish, req.error = 0, finish, error

@@ -30,13 +30,16 @@ def event_of(
     proposal: Proposal = NO_PROPOSAL,
     logprobs: list[TokenLogprob] | None = None,
     prompt_logprobs: list[TokenLogprob] | None = None,
+    routed_experts: list[bytes] | None = None,
 ) -> RequestEvent:
     """`tokens` were committed, the first `num_accepted_tokens` of them accepted proposals; the step verified
-    `proposal`. `req.finish` says whether the request goes on."""
+    `proposal`; `routed_experts`: of the last computed tokens. `req.finish` says whether the request goes
+    on."""
     times, queue = None, req.queue
     if tokens and req.num_output_tokens == len(tokens) and queue.start_time is not None:
         times = FirstTokenTimes(queue.start_time - queue.arrival_time, perf_counter() - queue.start_time)
     return req, TokenEvent(
         req.id, tokens, num_accepted_tokens, proposal, req.finish, req.error, logprobs, prompt_logprobs,
         times, 0 if times is None else req.cache.num_cached_tokens, req.cache.kv_offer,
+        (req.num_computed_tokens - len(routed_experts), routed_experts) if routed_experts else None,
     )  # fmt: skip

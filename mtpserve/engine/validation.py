@@ -41,6 +41,7 @@ def validate(request: Request, card: ModelCard, live_ids: Container[str], policy
         )
     require_room(request, context)
     sampling.check_policy(policy)
+    sampling.check_experts(card.experts is not None)
     if not request.prior_output_ids:
         sampling.check_allowed(request.bad_words, card.eos_ids)
 

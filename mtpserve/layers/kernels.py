@@ -211,6 +211,8 @@ PackFusedLayer = Callable[[Embed, Fuse, StoringLayer, LastNorm], RunFusedLayer]
 # x [T, K], y [T, N], the rows' adapters, a [slots, parts R, K], b [slots, R, N], outputs of each part → y,
 # changed in place: see mtpserve_kernels.lora.reference
 AddLoRA = Callable[[Tensor, Tensor, RowAdapters, Tensor, Tensor, Sequence[int]], Tensor]
+# a layer's number in ModelArch.layers, topk_ids [T, K]
+NoteExperts = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +236,7 @@ class Kernels:
     ranks: Ranks = ALONE  # what sums and gathers the parts of products that ranks share
     # what reaches the routed experts where they are spread over several engines
     spread: SpreadExperts | None = None
+    routing: NoteExperts | None = None  # what wants to know which experts routers choose
 
 
 KERNELS: Registry[Callable[[], Kernels]] = Registry(

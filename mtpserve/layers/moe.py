@@ -157,6 +157,13 @@ class MoE(nn.Module):
         self.route: Route
         self.mix: MixExperts
 
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H] → weights and experts [T, top_k]."""
+        weights, topk_ids = self.route(x)
+        if self.kernels.routing is not None:
+            self.kernels.routing(self.layer, topk_ids)
+        return weights, topk_ids
+
     def finish_loading(self) -> None:
         self.route = self.kernels.pack_router(self.router.weight, self.router.bias, self.arch)
         along = (None, None) if self.latent_in is not None else (self.shared, self.shared_gate)
@@ -164,8 +171,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.latent_in is None or self.latent_out is None:
-            return self.kernels.ranks.sum(self.mix(x, *self.route(x)))
-        routed: Tensor = self.latent_out(self.mix(self.latent_in(x), *self.route(x)))
+            return self.kernels.ranks.sum(self.mix(x, *self.choose(x)))
+        routed: Tensor = self.latent_out(self.mix(self.latent_in(x), *self.choose(x)))
         return self.kernels.ranks.sum(routed if self.shared is None else routed + self.shared(x))
 
 
@@ -220,4 +227,7 @@ class TokenMoE(nn.Module):
         self.mix = packed(self.kernels, self.layer, self.arch, self.experts, self.shared, None)
 
     def forward(self, x: Tensor, ids: Tensor | None) -> Tensor:
-        return self.kernels.ranks.sum(self.mix(x, *self.router.route(x, ids)))
+        weights, topk_ids = self.router.route(x, ids)
+        if self.kernels.routing is not None:
+            self.kernels.routing(self.layer, topk_ids)
+        return self.kernels.ranks.sum(self.mix(x, weights, topk_ids))

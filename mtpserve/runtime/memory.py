@@ -15,6 +15,7 @@ from mtpserve.cache.pool import FP8, SCALE_BYTES
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch.model import Attention, ModelArch, attention_kinds, page_groups, recurrent_kinds
 from mtpserve.core.errors import NoRoom
+from mtpserve.runtime.parallel.routed import token_bytes
 from mtpserve.spec.sizes import spec_sizes
 
 CPU_FRACTION, GPU_FRACTION = 0.1, 0.85
@@ -207,7 +208,8 @@ def plan_memory(
     width = arch.features.width(arch.hidden, arch.residual // arch.hidden)
     boundary, sizes = width * fixed.itemsize, TokenSizes(kv_dtype, fixed.itemsize)
     shares = page_shares(arch, sizes, page_size, scheduler.step_tokens + lookahead)
-    shares[0] = replace(shares[0], token=shares[0].token + columns(boundary, page_size))
+    routed = token_bytes(config.sampling, arch)
+    shares[0] = replace(shares[0], token=shares[0].token + columns(boundary, page_size) + routed)
     token, ahead = sum(share.token for share in shares), lookahead
     max_running = scheduler.most_running(spec.nodes + 1)
     weights, total = sum(size for _, size in fixed.rows), config.cache.max_total_tokens
@@ -247,6 +249,7 @@ def plan_memory(
         ),
         (f"{states} cached states of recurrent layers", states * state_bytes),
         ("hidden state at the end of each page", (pages[0] + 1) * boundary),
+        ("experts of each token", (pages[0] + 1) * page_size * routed),
     ]
     return MemoryPlan([row for row in rows if row[1]], pages, states, running, context)
 

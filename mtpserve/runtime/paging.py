@@ -51,8 +51,7 @@ FAILED = "failed"  # why a page was not moved, where nothing more is known
 def parts_of(stores: Stores, group: int, boundary: BoundaryRows | None) -> list[Tensor]:
     """[layers, pages, bytes] views of all that is stored in the pages of one group. The boundary rows are
     group 0's."""
-    pools = [pool for store in stores.stores for its_group, pool in store.pools if its_group == group]
-    views = [view for pool in pools for view in pool.by_page]
+    views = [view for pool in stores.pools_of(group) for view in pool.by_page]
     return (
         [*views, boundary.rows.unsqueeze(0).view(torch.uint8)]
         if group == 0 and boundary is not None

@@ -23,6 +23,7 @@ from mtpserve.runtime.graphs.graphs import StepGraphs, verified
 from mtpserve.runtime.graphs.prompt_rows import Prompts
 from mtpserve.runtime.inputs import RowLayout, after_others, build, is_first, row_layout, without_stores
 from mtpserve.runtime.paging import Transfers
+from mtpserve.runtime.parallel.routed import RoutedRows
 from mtpserve.runtime.publish import RunnerOutput, Span, downloads, prompt_logprobs
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.constraints import Constraints, WaitingProposals, constrained, follow
@@ -48,11 +49,14 @@ class LaunchedStep:
     refused: Seq[Span]
     transfers: Transfers | None = None
     ended: Moment | None = None
+    routed: RoutedRows | None = None
 
     def result(self) -> StepResult:
         by_place = {index: SpanResult([], 0, 0, error=request.error) for index, _, request in self.refused}
         for output in self.outputs:
             by_place |= output.read()
+        if self.routed is not None:
+            by_place = self.routed.added(by_place)
         ended = [] if self.transfers is None else self.transfers.ended(idle=not by_place)
         return StepResult([by_place[index] for index in range(len(by_place))], ended)
 
@@ -124,7 +128,8 @@ class Runner:
         for first in range(0, len(late), chunk_size):
             self.store_deferred_kv(late[first : first + chunk_size])
         outputs = self.compute(spans, plan.draft_depth) if spans else []
-        return LaunchedStep(outputs, refused, self.transfers, moment(self.req_tensors.device))
+        routed = None if self.step.routed is None else self.step.routed.rows(spans)
+        return LaunchedStep(outputs, refused, self.transfers, moment(self.req_tensors.device), routed)
 
     def compute(self, spans: Seq[Span], draft_depth: int) -> list[RunnerOutput]:
         """Replayed where it can be, in one pass where the graphs have prompts and decoding together."""

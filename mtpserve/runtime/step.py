@@ -20,6 +20,7 @@ from mtpserve.core.protocols.models import Drafter, Trunk
 from mtpserve.runtime.compaction import compact
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.inputs import RowLayout, build_chains
+from mtpserve.runtime.parallel.routed import ExpertPages
 from mtpserve.spec.verify.accept import LOSSLESS, Verify, accept
 from mtpserve.spec.verify.thresholds import Thresholds
 
@@ -46,11 +47,11 @@ class Step:
         self, model: Trunk, attention: AttentionBackend, stores: Stores, drafter: Drafter,
         req_tensors: DeviceRequests, *,
         states: States | None = None, thresholds: Thresholds = LOSSLESS, processed_logprobs: bool = False,
-        verify: Verify | None = None,
+        verify: Verify | None = None, routed: ExpertPages | None = None,
     ) -> None:  # fmt: skip
         self.states = states
-        self.model, self.attention, self.stores = model, attention, stores
-        self.drafter, self.req_tensors = drafter, req_tensors
+        self.model, self.attention, self.stores, self.drafter = model, attention, stores, drafter
+        self.req_tensors, self.routed = req_tensors, routed
         self.thresholds, self.processed_logprobs, self.verify = thresholds, processed_logprobs, verify
         self.mark: Callable[[str], None] = unmarked
 
@@ -69,6 +70,8 @@ class Step:
             self.req_tensors.adapters.select(batch)
         contexts = self.attention.plan(batch)
         hidden = self.model.trunk(batch.input_ids, batch.positions, contexts, self.drafter.features)
+        if self.routed is not None:
+            self.routed.store(batch.slot_mapping)
         logits = self.model.logits(sample_hidden(hidden.head, batch)).unflatten(0, batch.sample_rows.shape)
         self.mark("verify")
         verify_output = accept(

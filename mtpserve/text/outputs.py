@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Self
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Self
 
 from mtpserve.core.request import Finish, Proposal, TokenEvent, TokenLogprob
 from mtpserve.text.detokenizer import Detokenizer
+from mtpserve.text.experts import TokenExperts
 from mtpserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,8 @@ class Completion:
     prompt_logprobs: list[TokenLogprob] | None = None
     # what each step proposed and accepted, with Speculation.trace
     trace: list[Proposal] = field(default_factory=list)
+    # [tokens of prompt and output but the last, layers, experts], with SamplingParams.return_routed_experts
+    routed_experts: NDArray[Any] | None = None
 
     @property
     def outputs(self) -> list[Self]:
@@ -72,8 +79,11 @@ class OfflineRequest:
     prompt_tokens: int
     traced: bool = False
     steps: list[StreamStep] = field(default_factory=list)
+    sizes: tuple[int, int, int] | None = None  # of the experts of a token, where the request wants them
+    experts: TokenExperts = field(default_factory=TokenExperts)
 
     def take(self, event: TokenEvent) -> StreamStep:
+        self.experts.add(event.routed_experts)
         pieces: list[str] = []
         stopped = False
         for token in event.tokens:
@@ -100,10 +110,10 @@ class OfflineRequest:
         )
 
     def completion(self) -> Completion:
-        last = self.steps[-1]
+        last, tokens = self.steps[-1], [token for step in self.steps for token in step.tokens]
         return Completion(
             text="".join(step.text for step in self.steps),
-            tokens=[token for step in self.steps for token in step.tokens],
+            tokens=tokens,
             finish_reason=str(last.finish),
             prompt_tokens=self.prompt_tokens,
             cached_tokens=sum(step.cached_tokens for step in self.steps),
@@ -113,7 +123,14 @@ class OfflineRequest:
             logprobs=joined(step.logprobs for step in self.steps),
             prompt_logprobs=joined(step.prompt_logprobs for step in self.steps),
             trace=[step.proposal for step in self.steps if step.tokens] if self.traced else [],
+            routed_experts=None if self.sizes is None else self.routed_experts(self.sizes, len(tokens)),
         )
+
+    def routed_experts(self, sizes: tuple[int, int, int], num_output_tokens: int) -> NDArray[Any]:
+        numbers = self.experts.numbers(self.prompt_tokens + num_output_tokens)
+        np = import_module("numpy")  # not at the top: the engine has imported it, and other users have not
+        array: NDArray[Any] = np.frombuffer(numbers, np.uint8 if sizes[2] == 1 else np.uint16)
+        return array.reshape(-1, *sizes[:2])
 
 
 def joined(parts: Iterable[list[TokenLogprob] | None]) -> list[TokenLogprob] | None:

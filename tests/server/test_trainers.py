@@ -5,14 +5,24 @@ Token ids go in and come out on each; the log-probability of a token is the same
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
+import io
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from msgspec import structs
 
+from mtpserve.core.request import Request, TokenEvent
+from mtpserve.server.app import create_app
+from mtpserve.text.experts import TokenExperts
+from mtpserve.text.tokenizer import Tokenizer
+from tests.server.conftest import events
 from tests.server.fake_client import FakeClient
 from tests.server.fake_engine import FIRST_TOKEN, VOCAB
 from tests.server.test_end_to_end import Running, running
@@ -142,3 +152,109 @@ def test_an_abort_answers_with_what_there_is(server: Running) -> None:
         answer = asked.result(30)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"]) < 1500
+
+
+# -- the experts of each token
+
+
+SIZES = (3, 2, 1)  # layers, experts of a token in each, bytes of a number
+
+
+def experts_of(tokens: int) -> Any:
+    return np.arange(tokens)[:, None, None] % 7 + np.arange(3)[None, :, None] + np.arange(2)[None, None, :]
+
+
+class RoutedClient(FakeClient):
+    """Reports the experts of the tokens that each step computes, the prompt's first; one part of them twice, as after an engine's loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.card = replace(self.card, experts=SIZES)
+
+    async def submit(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
+        done = len(request.prompt)
+        async for (event,) in super().submit(request):
+            rows = [row.astype(np.uint8).tobytes() for row in experts_of(done + len(event.tokens) + 1)]
+            first = max(done - 2, 0) if done > len(request.prompt) else 0
+            part = (first, rows[first : done + len(event.tokens) - 1 + bool(event.finish)])  # a stopped text may have more than counts
+            done += len(event.tokens)
+            yield [structs.replace(event, routed_experts=part if request.sampling.return_routed_experts else None)]
+
+
+@pytest.fixture
+def routed(tokenizer: Tokenizer) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(RoutedClient(), tokenizer)), base_url="http://test")
+
+
+def as_sglang(experts: str) -> Any:
+    """As slime reads them."""
+    return np.frombuffer(base64.b64decode(experts), dtype=np.int32).reshape(-1, 3, 2)
+
+
+def test_experts_in_sglangs_form(routed: httpx.AsyncClient) -> None:
+    def ask(**fields: Any) -> httpx.Response:
+        sampling = {"max_new_tokens": 5} | fields.pop("sampling_params", {})
+        return send(
+            routed, "POST", "/generate", json={"input_ids": IDS, "return_routed_experts": True, "sampling_params": sampling} | fields
+        )
+
+    meta = ask().json()["meta_info"]
+    assert (as_sglang(meta["routed_experts"]) == experts_of(4 + 5 - 1)).all()
+    assert (as_sglang(ask(routed_experts_start_len=3).json()["meta_info"]["routed_experts"]) == experts_of(8)[3:]).all()
+    for one in ask(sampling_params={"n": 2}).json():
+        assert (as_sglang(one["meta_info"]["routed_experts"]) == experts_of(8)).all()
+    assert "routed_experts" not in ask(return_routed_experts=False).json()["meta_info"]
+    *before, last = events(ask(stream=True))[:-1]
+    assert not any("routed_experts" in chunk["meta_info"] for chunk in before)
+    assert (as_sglang(last["meta_info"]["routed_experts"]) == experts_of(8)).all()
+    assert error(ask(routed_experts_start_len=-1), 400)["param"] == "routed_experts_start_len"
+
+
+def test_experts_of_a_text_that_a_stop_string_ends(routed: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    stop = tokenizer.decode([FIRST_TOKEN + 2])
+    body = {"input_ids": IDS, "return_routed_experts": True, "sampling_params": {"max_new_tokens": 9, "stop": stop, "no_stop_trim": True}}
+    answer = send(routed, "POST", "/generate", json=body).json()
+    assert answer["output_ids"] == [FIRST_TOKEN, FIRST_TOKEN + 1, FIRST_TOKEN + 2]
+    assert (as_sglang(answer["meta_info"]["routed_experts"]) == experts_of(4 + 3 - 1)).all()
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_experts_beside_openais_answers(routed: httpx.AsyncClient, route: str) -> None:
+    prompt: dict[str, Any] = {"prompt": IDS} if route == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body = prompt | {"max_tokens": 5, "return_routed_experts": True}
+    whole = send(routed, "POST", route, json=body).json()
+    tokens = whole["usage"]["total_tokens"]
+    assert (as_sglang(whole["sglext"]["routed_experts"]) == experts_of(tokens - 1)).all()
+    both = send(routed, "POST", route, json=body | {"n": 2}).json()["sglext"]["routed_experts"]
+    assert both == [whole["sglext"]["routed_experts"]] * 2
+    chunks = events(send(routed, "POST", route, json=body | {"stream": True}))[:-1]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["sglext"] == whole["sglext"]
+    assert not any("sglext" in chunk for chunk in chunks[:-1])
+    assert "sglext" not in send(routed, "POST", route, json=prompt).json()
+
+
+def test_experts_in_vllms_form(routed: httpx.AsyncClient) -> None:
+    """Where the server keeps them, each answer has them: vLLM has no field to ask for them."""
+    answer = send(routed, "POST", TOKENS, json={"token_ids": IDS, "sampling_params": {"max_tokens": 5, "n": 2}}).json()
+    for choice in answer["choices"]:
+        found = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+        assert found.dtype == np.uint8 and (found == experts_of(8)).all()
+
+
+@pytest.mark.parametrize(("route", "body"), [
+    ("/generate", {"input_ids": IDS}),
+    ("/v1/completions", {"prompt": IDS}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+])  # fmt: skip
+def test_a_server_that_does_not_keep_them_says_so(http: httpx.AsyncClient, client: FakeClient, route: str, body: dict[str, Any]) -> None:
+    found = error(send(http, "POST", route, json=body | {"return_routed_experts": True}), 400)
+    assert found["param"] == "return_routed_experts" and "--enable-return-routed-experts" in found["message"]
+    assert not client.submitted
+
+
+def test_many_experts_have_numbers_of_two_bytes() -> None:
+    experts, numbers = TokenExperts(), np.array([[[5, 300]], [[7, 260]], [[1, 2]]])
+    experts.add((0, [row.astype(np.int16).tobytes() for row in numbers]))
+    assert np.frombuffer(base64.b64decode(experts.int32((1, 2, 2), 3)), np.int32).tolist() == [5, 300, 7, 260]
+    found = np.load(io.BytesIO(base64.b64decode(experts.npy((1, 2, 2), 4))))
+    assert found.dtype == np.uint16 and (found == numbers).all()

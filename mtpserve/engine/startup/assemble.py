@@ -48,10 +48,12 @@ from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.pages.kv_offload import TierOptions, make_tiers, page_parts
 from mtpserve.engine.parallel.ranks import EveryRank, RankProcesses
 from mtpserve.engine.startup.compute import recur_of
+from mtpserve.engine.startup.drafter import check_layers
 from mtpserve.runtime.device_requests import DeviceRequests, RequestKernels
 from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.lora.device_adapters import DeviceAdapters
+from mtpserve.runtime.parallel.routed import RoutingRecord, routed_experts
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling.rules import LogitRules
 from mtpserve.runtime.sampling.sampling import SamplingState
@@ -143,31 +145,9 @@ class EngineOptions:
     )
     adapters: DeviceAdapters | None = None  # of the model's layers
     poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
+    routing: RoutingRecord | None = None  # the trunk's; None: which experts it chooses is not kept
     name: str = ""
     kernels: str = ""  # for people
-
-
-def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, drafts: SpecSizes) -> None:
-    """Raises ConfigError for a kind of layer that cannot be computed."""
-    for kind in dict.fromkeys(layers):
-        if not attention.supports(kind):
-            raise ConfigError(
-                f"--attention-backend {backend} does not support layers of {kind}; reference does"
-            )
-    check_windows(layers, drafts)
-
-
-def check_windows(layers: Seq[LayerKind], drafts: SpecSizes) -> None:
-    """Raises ConfigError for a window that is smaller than drafts are deep."""
-    for kind in dict.fromkeys(layers):
-        # Backends count how far back a node of a tree is by places: as long as all of its path is seen, these
-        # are the positions.
-        window = kind.window if isinstance(kind, Attention) else None
-        if window is not None and drafts.branching and window <= drafts.depth:
-            raise ConfigError(
-                f"drafts {drafts.depth} deep need layers with a window of at least "
-                f"{drafts.depth + 1}, got {kind}"
-            )
 
 
 def sizes_of(options: EngineOptions, layers: Seq[LayerKind], features: Features) -> SpecSizes:
@@ -303,11 +283,12 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
         attention_kinds(layers), [count + 1 for count in sizes.pages], sizes.page_size, options.dtype, device,
         options.poison,
         kernels.get("compact", reference.compact), options.kv_dtype, (sizes.max_num_reqs + 1, drafts.nodes),
+        None if options.routing is None else options.routing.shape,
     )  # fmt: skip
     stores.clear_last()
     states, recur = make_states(arch, sizes, drafts, options), recur_of(options.backend)
     attention = trunk_attention(options.backend, arch, stores, states, recur)
-    check(layers, attention, options.backend, drafts)
+    check_layers(layers, attention, options.backend, drafts)
     passes = (
         None
         if draft_model is None
@@ -331,6 +312,7 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
         ),
         processed_logprobs=options.sampling.logprobs_mode == "processed_logprobs",
         verify=verify_kernel(options, kernels),
+        routed=routed_experts(options.routing, stores.routed, req_tensors),
     )
     seats, rows = sizes.max_num_reqs, drafts.rows_per_step
     rules = LogitRules(req_tensors, seats, arch.vocab, options.eos_ids, options.processors, device, rows)

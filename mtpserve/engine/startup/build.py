@@ -43,6 +43,7 @@ from mtpserve.runtime.graphs.capture import CudaGraphCapturer
 from mtpserve.runtime.graphs.graph_key import ROWS
 from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.memory import MemoryPlan, require_memory
+from mtpserve.runtime.parallel.routed import RoutingRecord, routing_record
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling.sampling import SamplingState, usual_features
 from mtpserve.runtime.step import Step
@@ -200,10 +201,10 @@ def log_rounding(methods: Methods) -> None:
             )
 
 
-def load_part(engine_plan: Plan, ranks: Ranks, progress: bool) -> DecoderModel:
+def load_part(engine_plan: Plan, ranks: Ranks, progress: bool, routing: RoutingRecord | None) -> DecoderModel:
     """The model, or this rank's part of it."""
     config, device = engine_plan.config, engine_plan.device
-    kernels = replace(KERNELS.get(kernels_of(config, device))(), ranks=ranks)
+    kernels = replace(KERNELS.get(kernels_of(config, device))(), ranks=ranks, routing=routing)
     length = positions(config, engine_plan.described.arch, device)
     return load_model(
         engine_plan.described, engine_plan.dtype, device, length, kernels, progress, engine_plan.storage
@@ -282,10 +283,12 @@ def build_rank(
     assert isinstance(room, Room)
     engine_plan = in_room(engine_plan, room)
     ranks = joined(config, engine_plan.device, files.sums, room.port)
-    model = load_part(engine_plan, ranks, progress=False)
+    routing = routing_record(config.sampling, engine_plan.described.arch)
+    model = load_part(engine_plan, ranks, False, routing)
     wire.send(Reached("loaded"))
     options = replace(
         options_of(engine_plan, processors, curve_of(config.spec)),
+        routing=routing,
         below=below_of(config, engine_plan, files.pages),
         adapters=adapters_of(engine_plan, model, ranks),
     )
@@ -313,8 +316,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
 
 
 def build_with(others: RankProcesses, config: EngineConfig, progress: bool, poison: bool) -> Engine:
-    processors = load_processors(config.sampling.logits_processors)
-    engine_plan = plan_engine(config)
+    processors, engine_plan = load_processors(config.sampling.logits_processors), plan_engine(config)
     observer = observer_of(config)  # before anything is loaded: its port may be in use
     require_memory(engine_plan.memory, engine_plan.config, engine_plan.device)
     room = others.agree(room_of(engine_plan.memory))
@@ -322,7 +324,8 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
     config, device, memory = engine_plan.config, engine_plan.device, engine_plan.memory
     computed = f"{described(config, device)}{together}"
     log_plan(engine_plan, computed)
-    model = load_part(engine_plan, others.ranks, progress)
+    routing = routing_record(config.sampling, engine_plan.described.arch)
+    model = load_part(engine_plan, others.ranks, progress, routing)
     others.reach("loaded")
     log_rounding(model.methods)
     curve, spec, arch = curve_of(config.spec), config.spec, engine_plan.described.arch
@@ -330,6 +333,7 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
     record = recorded_in(config)
     options = replace(
         options_of(engine_plan, processors, curve),
+        routing=routing,
         recorder=None if record is None else partial(recorder_of, record, header_of(config, engine_plan)),
         others=others if others.size > 1 else None,
         fingerprint=None if config.cache.disable_radix_cache else fingerprint(config, engine_plan),
@@ -361,6 +365,7 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
         checkpoint=config.model.model,
         device=device.type,
         weight_format=format_of(engine_plan),
+        experts=None if routing is None else routing.sizes,
     )
     if engine.context_length < memory.context_length and config.replica == 0:
         log.warning(

@@ -11,6 +11,7 @@ alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from torch import nn
 from mtpserve.cache.groups import PageGroups
 from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.config.spec import NONE
-from mtpserve.core.arch.model import page_groups
+from mtpserve.core.arch.model import Attention, LayerKind, page_groups
 from mtpserve.core.errors import ConfigError, LoadError, NoRoom, PoolTooSmall
+from mtpserve.core.protocols.attention import AttentionBackend
 from mtpserve.core.request import ModelCard
-from mtpserve.engine.startup.assemble import check_windows
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.engine.startup.planning import (
     Described,
     NoMTPLayer,
@@ -173,3 +175,28 @@ def require_weights(described: Described) -> None:
     placements(
         layer, [WeightSource(replace(described.checkpoint, tensors=mtp_tensors), sources(described)[0].rules)]
     )
+
+
+def check_layers(
+    layers: Seq[LayerKind], attention: AttentionBackend, backend: str, drafts: SpecSizes
+) -> None:
+    """Raises ConfigError for a kind of layer that cannot be computed."""
+    for kind in dict.fromkeys(layers):
+        if not attention.supports(kind):
+            raise ConfigError(
+                f"--attention-backend {backend} does not support layers of {kind}; reference does"
+            )
+    check_windows(layers, drafts)
+
+
+def check_windows(layers: Seq[LayerKind], drafts: SpecSizes) -> None:
+    """Raises ConfigError for a window that is smaller than drafts are deep."""
+    for kind in dict.fromkeys(layers):
+        # Backends count how far back a node of a tree is by places: as long as all of its path is seen, these
+        # are the positions.
+        window = kind.window if isinstance(kind, Attention) else None
+        if window is not None and drafts.branching and window <= drafts.depth:
+            raise ConfigError(
+                f"drafts {drafts.depth} deep need layers with a window of at least "
+                f"{drafts.depth + 1}, got {kind}"
+            )

@@ -32,6 +32,7 @@ def fingerprint(config: EngineConfig, engine_plan: Plan) -> bytes:
             described(config, engine_plan.device),
         ),
         *(engine_plan.config.cache.page_size, spec.parts, spec.exact, config.parallel.ranks),
+        *(("experts",) if config.sampling.enable_return_routed_experts else ()),
     )
     hasher.update(repr(facts).encode())
     for checkpoint in model.checkpoints:
@@ -49,6 +50,7 @@ def facts(config: EngineConfig, engine_plan: Plan) -> dict[str, str]:
         "--tensor-parallel-size": str(config.parallel.ranks),
         "number format": f"{engine_plan.dtype}, keys and values {storage.cache}",
         "layers in a page": f"{config.spec.parts}, exact {config.spec.exact}",
+        "--enable-return-routed-experts": str(config.sampling.enable_return_routed_experts),
         "kernels": described(config, engine_plan.device),
         "model": f"{engine_plan.described.arch.family}, fingerprint {fingerprint(config, engine_plan).hex()}",
     }

@@ -337,7 +337,7 @@ def build_model(
             attach(model, described.lora, current)
         if described.head is not None:
             model.draft = described.head.make(
-                model, methods, dtype, positions, replace(kernels, ranks=ALONE, spread=None)
+                model, methods, dtype, positions, replace(kernels, ranks=ALONE, spread=None, routing=None)
             )
         return model
     finally:

@@ -355,6 +355,8 @@ def described_layer(layer: Layer) -> stacks.Layer:
     ):
         if layer.mlp.mix.apart is not None or layer.mlp.latent_in is not None:
             raise NotDescribed
+        if layer.mlp.kernels.routing is not None:  # the op does not say which experts it has chosen
+            raise NotDescribed
         stack_layer.router, stack_layer.experts = layer.mlp.route.router, layer.mlp.mix.experts
     else:
         raise NotDescribed

@@ -134,6 +134,7 @@ class GenerationRequest(SamplingFields, TransferFields):
     guided_grammar: str | None = None
     return_spec_trace: bool | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None  # where tokens are cut off; None is left
@@ -239,6 +240,7 @@ class GenerationRequest(SamplingFields, TransferFields):
             thinking_token_budget=thinking_budget(*self.thinking_budgets, custom_params=self.custom_params),
             custom_params=custom(self.custom_params or {}),
             speculation=self.speculation(),
+            return_routed_experts=bool(self.return_routed_experts),
             **params,
         )
 

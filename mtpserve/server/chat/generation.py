@@ -14,6 +14,8 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from msgspec import UNSET, UnsetType
+
 from mtpserve.core.kv_transfer import PageOffer
 from mtpserve.core.protocols.adapters import LoRARequest
 from mtpserve.core.request import Finish, Request
@@ -27,6 +29,7 @@ from mtpserve.server.chat.steps.step_output import StepOutput
 from mtpserve.server.chat.tools import OutputPlan, apply_output_plan, output_plan
 from mtpserve.server.http.errors import renamed
 from mtpserve.text.detokenizer import Stops
+from mtpserve.text.experts import TokenExperts
 from mtpserve.text.parsers.events import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
 from mtpserve.text.parsers.output import OutputParser
 from mtpserve.text.parsers.reasoning import MAX_TAIL, Opening, ReasoningCount
@@ -128,10 +131,12 @@ class Choice:
     scores_only: bool = False  # the one token that the engine needs to score a prompt is thrown away
     offer: PageOffer | None = None  # its prompt's pages, where another node is to get them
     logprob: float = 0.0  # the sum over the tokens, where the request has log-probabilities
+    experts: TokenExperts = field(default_factory=TokenExperts)  # where the request wants them
 
     def add(self, step: StepOutput) -> None:
         """Extends the blocks. An answer that was read has a block in the end, which may be empty."""
         self.tokens += step.tokens
+        self.experts.add(step.routed_experts)
         if step.logprobs:
             self.logprob += sum(score.logprob for score in step.logprobs)
         self.cached_tokens += step.num_cached_tokens
@@ -180,6 +185,13 @@ class Choice:
         `num_opened` blocks in the stream the last one, and those that it has not opened."""
         first = max(num_opened - 1, 0)
         return enumerate(self.blocks[first:], first)
+
+    def routed_experts(self, start: int = 0) -> str | UnsetType:
+        """Returns them in SGLang's form, from token `start` on; UNSET where the request wants none."""
+        sizes = self.service.client.card.experts
+        if sizes is None or not self.request.sampling.return_routed_experts:
+            return UNSET
+        return self.experts.int32(sizes, len(self.request.prompt) + len(self.tokens), start)
 
     @property
     def mean_logprob(self) -> float:

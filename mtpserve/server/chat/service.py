@@ -195,6 +195,7 @@ class Service:
         """Before anything is tokenized: what cannot fit, and token ids that are not the model's. The engine
         checks them too, but a stream would have begun by then. `clamps`: any `max_tokens` will fit."""
         sampling.check_policy(self.engine_config.scheduler.scheduling_policy)
+        sampling.check_experts(self.client.card.experts is not None)
         sampling.check_logprobs(self.server_config.max_logprobs)
         context = self.client.card.context_length
         if (sampling.max_tokens or 0) >= context and not clamps:

@@ -33,6 +33,7 @@ from mtpserve.server.openai.objects import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionObject,
+    SGLangFields,
 )
 from mtpserve.server.openai.usage import Trace, Usage, UsageObject
 from mtpserve.server.schema.kv_transfer import kv_transfer_fields
@@ -195,6 +196,12 @@ class ChoiceWriter(ABC):
         return self._scored
 
 
+def sglang_fields(writers: Sequence[ChoiceWriter]) -> SGLangFields | UnsetType:
+    """UNSET where the request wants none of them."""
+    experts = [experts for writer in writers if (experts := writer.choice.routed_experts()) is not UNSET]
+    return SGLangFields(experts if len(experts) > 1 else experts[0]) if experts else UNSET
+
+
 def id_of(body: GenerationRequest, writer: type[ChoiceWriter]) -> str:
     return body.rid or body.request_id or f"{writer.prefix}-{uuid.uuid4().hex}"
 
@@ -244,7 +251,7 @@ class Answer:
         choices: Any = [writer.object() for writer in writers]
         offer = self.generation.choices[0].offer
         fields = self._id | self._prompt_ids | writers[0].prompt_fields | kv_transfer_fields(offer)
-        fields["metadata"] = self._metadata()
+        fields |= {"metadata": self._metadata(), "sglext": sglang_fields(writers)}
         return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
 
     def _metadata(self) -> AnswerMetadata:
@@ -269,6 +276,8 @@ class Answer:
             async for steps in batches:
                 if chunks := [chunk for step in steps for chunk in self._step_chunks(step)]:
                     yield chunks
+        if self.body.return_routed_experts:
+            yield [Chunk(**self._head, choices=[], sglext=sglang_fields(self.writers))]
         if self._with_usage:
             yield [Chunk(**self._head, choices=[], usage=self.usage.object())]
 

@@ -65,6 +65,12 @@ class AnswerMetadata(Rendered):
     weight_version: str  # of the weights that the answer ended with
 
 
+class SGLangFields(Rendered):
+    """`routed_experts` as in SGLang's `meta_info`, of the choice; a list with those of several."""
+
+    routed_experts: str | list[str]
+
+
 class CompletionObject(Rendered, kw_only=True):
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -74,6 +80,7 @@ class CompletionObject(Rendered, kw_only=True):
     usage: UsageObject
     metadata: AnswerMetadata
     kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
+    sglext: SGLangFields | UnsetType = UNSET
 
 
 class FunctionCall(Rendered):
@@ -123,6 +130,7 @@ class ChatObject(Rendered, kw_only=True):
     usage: UsageObject
     metadata: AnswerMetadata
     kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
+    sglext: SGLangFields | UnsetType = UNSET
 
 
 class FunctionDelta(Rendered, kw_only=True):
@@ -171,3 +179,4 @@ class Chunk(Rendered):
     usage: UsageObject | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     metadata: AnswerMetadata | UnsetType = UNSET  # in a choice's last chunk
+    sglext: SGLangFields | UnsetType = UNSET

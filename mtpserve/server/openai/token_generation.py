@@ -70,6 +70,7 @@ class TokenChoice(Rendered, kw_only=True):
     index: int
     token_ids: list[int]
     logprobs: ChatLogprobs | None = None
+    routed_experts: str | None = None  # with --enable-return-routed-experts: a .npy file in base64
     finish_reason: str | None
 
 
@@ -90,10 +91,18 @@ async def generate_tokens(request: Request, service: Served, body: TokenRequest)
         context, ids = service.client.card.context_length, body.token_ids
         service.check_ids(ids[:context], "prompt")
         service.check_length(ids, sampling.max_tokens, "prompt")
+    sizes = service.client.card.experts
+    sampling = replace(sampling, return_routed_experts=sizes is not None)
     spelling, id = await service.spelling(sampling), body.request_id or uuid.uuid4().hex
     limit = sampling.max_tokens or min(DEFAULT_MAX_TOKENS, context - len(ids))
     requests = requests_of(
-        service, spelling, id, ids, replace(sampling, max_tokens=limit), completion.choices, salt=completion.salt
+        service,
+        spelling,
+        id,
+        ids,
+        replace(sampling, max_tokens=limit),
+        completion.choices,
+        salt=completion.salt,
     )
     choices = [Choice(service, choice_request) for choice_request in requests]
     generation = Generation(service, choices, arrival, None, False)
@@ -113,6 +122,9 @@ async def generate_tokens(request: Request, service: Served, body: TokenRequest)
                     index=index,
                     token_ids=choice.tokens,
                     logprobs=None if top is None else chat_logprobs(names, choice.tokens, scores[index], top),
+                    routed_experts=None
+                    if sizes is None
+                    else choice.experts.npy(sizes, len(ids) + len(choice.tokens)),
                     finish_reason=choice.finish,
                 )
                 for index, choice in enumerate(choices)

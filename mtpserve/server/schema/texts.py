@@ -95,6 +95,9 @@ TEXTS: dict[str, str] = {
     "return_text_in_logprobs": "Whether log-probabilities list tokens as text, too.",
     "return_token_ids": "Whether the answer has the token ids of prompt and text.",
     "return_tokens_as_token_ids": "Tokens in log-probabilities as `token_id:7`.",
+    "return_routed_experts": "Whether the answer has the experts that each token had, with "
+    "`--enable-return-routed-experts`.",
+    "routed_experts_start_len": "The first token whose experts are answered.",
     "return_token_strs": "Whether the answer has the vocabulary's pieces.",
     "include": "Nothing more can be included: these values are accepted.",
     # the form of the answer

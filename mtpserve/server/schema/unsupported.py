@@ -29,14 +29,15 @@ TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (
         "ctrmg.",
         (None, 0),
-        "data_parallel_rank routed_dp_rank routed_experts_prompt_start routed_experts_start_len",
+        "data_parallel_rank routed_dp_rank routed_experts_prompt_start",
     ),
     (
         "ctrmg.",
         (None, False),
-        "return_hidden_states return_prompt_token_ids return_routed_experts return_sampling_mask "
-        "watermarking",
+        "return_hidden_states return_prompt_token_ids return_sampling_mask watermarking",
     ),
+    ("ctrm..", (None, 0), "routed_experts_start_len"),
+    ("..rm..", (None, False), "return_routed_experts"),
     (
         "ctrmg.",
         (None, False),

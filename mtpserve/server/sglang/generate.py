@@ -62,6 +62,8 @@ class MetaInfo(Rendered, kw_only=True):
     output_token_logprobs: list[Triple] | UnsetType = UNSET
     input_top_logprobs: list[list[Triple] | None] | UnsetType = UNSET
     output_top_logprobs: list[list[Triple] | None] | UnsetType = UNSET
+    # with `finish_reason`: int32 in base64, [prompt and output but for the last token, layers, experts]
+    routed_experts: str | UnsetType = UNSET
 
 
 class Generated(Rendered):
@@ -80,6 +82,7 @@ class NativeChoice:
     prompt_options: Wanted
     texts: bool  # texts of tokens stand beside their log-probabilities
     arrival: float  # perf_counter's
+    first_routed: int = 0  # the first token whose experts are answered
     scores: list[TokenLogprob] = field(default_factory=list)
     # a prompt's first token has none
     prompt_scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])
@@ -105,6 +108,8 @@ class NativeChoice:
         )
         self._add_speculation(meta)
         self._add_logprobs(meta)
+        if self.choice.finish is not None:
+            meta.routed_experts = self.choice.routed_experts(self.first_routed)
         return Generated(self.choice.text(), list(self.choice.tokens), meta)  # they go on growing
 
     def _reason(self, finish: Finish) -> FinishReason:
@@ -151,11 +156,14 @@ class NativeChoice:
         return None if logprob is None else finite(logprob), token, text
 
 
-def params_of(service: Service, prompt_options: Wanted, priority: int) -> SamplingParams:
+def params_of(service: Service, prompt_options: Wanted, body: NativeRequest) -> SamplingParams:
     """Raises InvalidRequest."""
     logprobs = prompt_options.top_logprobs if prompt_options.logprobs else None
     params = replace(
-        prompt_options.sampling.params(service.tokenizer.defaults), logprobs=logprobs, priority=priority
+        prompt_options.sampling.params(service.tokenizer.defaults),
+        logprobs=logprobs,
+        priority=body.priority or 0,
+        return_routed_experts=bool(body.return_routed_experts),
     )
     service.check_sampling(params)
     return params
@@ -197,6 +205,7 @@ async def choices_of(
                 prompt_options,
                 texts,
                 arrival,
+                body.routed_experts_start_len or 0,
             )
             for choice_request in requests
         ]
@@ -210,9 +219,7 @@ async def generate(request: Request, service: Served, body: NativeRequest) -> Re
     service.check_alive()
     body.check()
     with renamed(RENAMED):
-        params = [
-            params_of(service, prompt_options, body.priority or 0) for prompt_options in body.prompt_options()
-        ]
+        params = [params_of(service, prompt_options, body) for prompt_options in body.prompt_options()]
         native_choices = await choices_of(service, body, params, arrival)
     generation = Generation(
         service, [native.choice for native in native_choices], arrival, body.timeout, bool(body.stream)

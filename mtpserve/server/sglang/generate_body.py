@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValida
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.protocols.adapters import LoRARequest
-from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sampling import MAX_COUNT, SamplingParams
 from mtpserve.server.chat.constraints import constraint, thinking_budget
 from mtpserve.server.chat.forms import GRAMMAR
 from mtpserve.server.schema.base import (
@@ -165,6 +165,8 @@ class NativeRequest(Salted, TransferFields):
     logprob_start_len: Annotated[int | Tokens | None, either("a number or a list of numbers")] = None
     top_logprobs_num: Annotated[int | Tokens | None, either("a number or a list of numbers")] = None
     return_text_in_logprobs: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     priority: int | None = None
     lora_path: Annotated[str | list[str | None] | None, either("an adapter's name, or a list of such")] = None
     timeout: Timeout | None = None  # ours

@@ -85,20 +85,13 @@ def verify(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
     if not sampler.all_greedy:
         ids = batch.req_indices.repeat_interleave(nodes)
         p = sampler.probs(logits.flatten(0, 1), ids).view_as(logits)
+        coupled = sampler.coupled(batch.req_indices)
         if not thresholds.lossless:
             p = lenient(p, batch, thresholds)
-        coupled = (
-            torch.ones_like(batch.samples, dtype=torch.bool)
-            if not thresholds.lossless
-            else sampler.coupled(batch.req_indices)
-        )
+            coupled = torch.ones_like(batch.samples, dtype=torch.bool)
         is_sampled = ~sampler.greedy(batch.req_indices)
         if coupled is not None:
-            depths = (
-                torch.arange(nodes, device=logits.device).unsqueeze(0)
-                if batch.tree is None
-                else batch.tree.depths
-            )
+            depths = torch.arange(nodes, device=logits.device) if batch.tree is None else batch.tree.depths
             index = batch.req_tensors.num_tokens[batch.req_indices].unsqueeze(1) + depths
             target_tokens = sampler.choose(
                 p.flatten(0, 1), ids, index.expand(-1, nodes).flatten(), DRAW

@@ -29,6 +29,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     index: int = 0  # the choice's number in its answer
     # with `finish`: the token or the stop string that ended the text, if one did
     matched_stop: int | str | None = None
+    routed_experts: tuple[int, list[bytes]] | None = None  # see core.request.TokenEvent
 
     @property
     def accepted_nodes(self) -> list[int]:
@@ -93,6 +94,7 @@ class StepReader:
             event.offer,
             self.index,
             self.detokenizer.matched,
+            event.routed_experts,
         )  # fmt: skip
         if step.proposal.tokens:
             self.clock.verified(len(step.proposal.tokens), len(step.accepted_nodes))
