@@ -66,12 +66,11 @@ class Engine:
     """`context_length` is what a request may really have: the model's, or less where the KV pool does not
     hold that much.
 
-    `draft_depth` is the number of drafts to propose in a step; it stays, since a seed's text
-    may depend on it. With `overlap` 0 a step's events come with the call that launched it. While more
-    requests run than `plain_above` no drafts are proposed: then a seed's text may depend on the load.
-    `fingerprint`: of all that KV depends on besides tokens; None: no prefix cache. `long_rows`: of a
-    prompt. `drafter`: the draft model's name. `captured`: depths of captured steps; `apart`:
-    beside which prompts have passes of their own.
+    `draft_depth`: drafts to propose in a step; it stays, since a seed's text may depend on it. With `overlap`
+    0 events come with the call that launched the step. While more requests run than `plain_above` no drafts
+    are proposed: then a seed's text may depend on the load. `fingerprint`: of all that KV depends on besides
+    tokens; None: no prefix cache. `long_rows`: of a long prompt in a step. `drafter`: the
+    draft model's name. `captured`: depths of captured steps; `apart`: from their prompts.
     """
 
     def __init__(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.checkpoints import mimo
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -66,6 +68,15 @@ def test_pages_travel_by_each_way_that_is_there(tmp_path: Path) -> None:
     numbers = json.loads((tmp_path / "out.json").read_text())["numbers"]
     assert numbers["bytes"] == 9 * 4096 and [row["way"] for row in numbers["rows"]][:2] == ["shm", "tcp"]
     assert all(0 < row["least_ms"] <= row["ms"] for row in numbers["rows"])
+
+
+def test_adapters(tmp_path: Path) -> None:
+    made = mimo(tmp_path / "base")
+    command = ["lora.py", "--model", str(made.directory), "--dry-run", "--requests", "3", "--adapters", "0", "2", "--ranks", "4"]
+    output([*command, "--json", str(tmp_path / "out.json")])
+    rows = json.loads((tmp_path / "out.json").read_text())["numbers"]["rows"]
+    assert [(row["drafts"], row["adapters"]) for row in rows] == [(0, 0), (0, 2), (3, 0), (3, 2)]
+    assert all(row["ms"] > 0 and row["over_none"] > 0 for row in rows)
 
 
 def output(command: list[str]) -> str:
