@@ -134,9 +134,14 @@ class Option:
     def _read_many(self, values: list[object]) -> tuple[str, ...]:
         # The error does not show the values: they may be API keys.
         texts = [value for value in values if isinstance(value, str)]
-        parts = tuple(item.strip() for text in texts for item in text.split(","))
+        objects = [text.strip().startswith("{") for text in texts]  # JSON has commas and spaces of its own
+        parts = tuple(
+            item.strip()
+            for text, is_object in zip(texts, objects, strict=True)
+            for item in ([text] if is_object else text.split(","))
+        )
         if len(texts) < len(values) or not all(
-            item.isprintable() and item and " " not in item for item in parts
+            item.isprintable() and item and (" " not in item or item.startswith("{")) for item in parts
         ):
             raise ConfigError(
                 f"--{dashed(self.name)} must be texts without spaces, comma-separated or in a list"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
@@ -14,6 +14,7 @@ from mtpserve.server.chat.service import SGLANGS_NAME, Served, Service
 from mtpserve.server.http.errors import ModelNotFound, Unsupported
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.schema.base import Strict
+from mtpserve.server.schema.shapes import Schema
 
 
 class LoadedAdapters(Rendered):
@@ -23,6 +24,8 @@ class LoadedAdapters(Rendered):
 
 class LoadLoRABody(Strict):
     """`lora_path`: a directory of the machine on which the engines run, as PEFT saves an adapter."""
+
+    shapes: ClassVar[dict[str, Schema]] = {"pinned": {"enum": [False]}}
 
     lora_name: Annotated[str, Field(min_length=1, max_length=512)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]

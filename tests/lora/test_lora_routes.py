@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from mtpserve import LLM, LoRARequest, SamplingParams
 from mtpserve.config import EngineConfig, LoRAConfig, ServerConfig
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.protocols.control import LoadLoRA, Reply, UnloadLoRA
+from mtpserve.core.protocols.control import LoadLoRA, UnloadLoRA
 from mtpserve.server.app import create_app
 from mtpserve.text.tokenizer import Tokenizer
 from tests.lora.adapters import Adapter
@@ -30,25 +30,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture
-def calls() -> list[Any]:
-    """What the engines were asked to do; they cannot read a path with `bad` in it."""
-    return []
+def client() -> FakeClient:
+    return FakeClient()
 
 
 @pytest.fixture
-def client(calls: list[Any]) -> FakeClient:
-    def load(call: LoadLoRA) -> Reply:
-        calls.append(call)
-        return Reply("adapters/bad: peft_type must be LORA" if "bad" in call.request.lora_path else "")
-
-    def unload(call: UnloadLoRA) -> Reply:
-        calls.append(call)
-        return Reply()
-
-    fake = FakeClient()
-    fake.engine.controls.add(LoadLoRA, load)
-    fake.engine.controls.add(UnloadLoRA, unload)
-    return fake
+def calls(client: FakeClient) -> list[Any]:
+    """What the engine was asked to do; it cannot read a path with `bad` in it."""
+    return client.engine.lora_calls
 
 
 def http_of(app: FastAPI) -> httpx.AsyncClient:

@@ -15,7 +15,7 @@ from mtpserve.cli.options import parsed_values, settings
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, MTPServeError, QueueFull
 from mtpserve.core.plan import NOTHING_ALLOWED
-from mtpserve.core.protocols.control import OnEveryRank, Reply, SetWeightVersion, UpdateWeights
+from mtpserve.core.protocols.control import LoadLoRA, OnEveryRank, Reply, SetWeightVersion, UnloadLoRA, UpdateWeights
 from mtpserve.core.request import Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.spec_sizes import SpecSizes
@@ -47,6 +47,9 @@ class FakeEngine:
         self.controls.add(UpdateWeights, self.update)
         self.controls.add(OnEveryRank, lambda call: Reply(values={"parameter": [0.5, 1.0], "checksums": {"a": "b"}}))
         self.updates: list[UpdateWeights] = []
+        self.controls.add(LoadLoRA, self.load_lora)
+        self.controls.add(UnloadLoRA, self.load_lora)
+        self.lora_calls: list[LoadLoRA | UnloadLoRA] = []
         self.cache: set[int] = set()  # hashes of prompts up to the end of a page
         self.found: dict[str, int] = {}  # tokens in it, for each live request
 
@@ -99,6 +102,12 @@ class FakeEngine:
             raise InvalidRequest("weight_version: it is bad", "weight_version")
         self.stats.weight_version = call.weight_version
         return Reply(values={"name": call.weight_version})
+
+    def load_lora(self, call: LoadLoRA | UnloadLoRA) -> Reply:
+        """It cannot read a path with `bad` in it."""
+        self.lora_calls.append(call)
+        is_bad = isinstance(call, LoadLoRA) and "bad" in call.request.lora_path
+        return Reply("adapters/bad: peft_type must be LORA" if is_bad else "")
 
     def update(self, call: UpdateWeights) -> Reply:
         self.updates.append(call)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
-from mtpserve.config import ServerConfig
+from mtpserve.config import EngineConfig, LoRAConfig, ServerConfig
 from mtpserve.server import about
 from mtpserve.server.anthropic.messages import MessageEvent
 from mtpserve.server.app import COMPONENTS, ROUTES, create_app
@@ -73,6 +73,10 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/flush_cache", {}),
     ("/reset_prefix_cache", {}),
     ("/abort_request", {"rid": "a"}),
+    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "adapters/a"}),
+    ("/load_lora_adapter", {"lora_name": "b", "lora_path": "adapters/b"}),
+    ("/v1/unload_lora_adapter", {"lora_name": "a"}),
+    ("/unload_lora_adapter", {"lora_name": "b"}),
     ("/update_weights_from_disk", {"model_path": "/m", "abort_all_requests": True}),
     ("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}),
     ("/update_weights_from_distributed", {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}),
@@ -152,7 +156,7 @@ def rendering(monkeypatch: pytest.MonkeyPatch) -> Rendering:
 def test_routes_answer_what_they_declare(tokenizer: Tokenizer, rendering: Rendering, speaks: bool) -> None:
     client = SpeakingClient(tokenizer, [SAID]) if speaks else FakeClient()
     config = ServerConfig(tool_call_parser="hermes", reasoning_parser="qwen3", enable_tokenizer_info_endpoint=True, profile_dir="profiles")
-    app = create_app(client, tokenizer, server_config=config)
+    app = create_app(client, tokenizer, EngineConfig(lora=LoRAConfig(lora_modules=("sql=adapters/sql",))), config)
     asked = set()
     for path, body in ASKED:
         if speaks and ("prompt_logprobs" in body or body.get("return_logprob") or body.get("echo")):

@@ -24,6 +24,8 @@ checks = pytest.importorskip("schemathesis.specs.openapi.checks")
 
 # What no schema says: the answer is 400, or 408, with the documented error.
 BEYOND = {
+    "lora_path must be the name of an adapter": "which adapters are loaded",
+    "needs a server with --enable-lora": "how the server was started",
     "context_length_exceeded": "texts are counted in tokens, and the prompt's and the answer's together",
     "deadline_exceeded": "a timeout that the request itself has set",
     "previous_response_not_found": "what the server has kept",
