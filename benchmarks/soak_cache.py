@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,18 @@ from soak import ROOT, ready, resident
 TOKENS = 12
 
 
+DEMO = ("--model", "demo", "--speculative-algorithm", "NEXTN")
+
+
 class Server:
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, model: Sequence[str] = DEMO) -> None:
+        """`model`: the options that name it and its drafts."""
         paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
-        command = [sys.executable, "-m", "mtpserve", "launch", "--model", "demo", "--speculative-algorithm", "NEXTN", "--port", "0"]
+        command = [sys.executable, "-m", "mtpserve", "launch", *model, "--port", "0", "--log-interval", "0", *options]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*command, "--log-interval", "0", *options], env=os.environ | {"PYTHONPATH": paths}, cwd=ROOT, stdout=self.log,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            command, env=os.environ | {"PYTHONPATH": paths}, cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT
+        )
         self.url = ready(self.process, self.log)
         self.engines = [int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
 
@@ -54,8 +57,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(*options: str) -> Iterator[Server]:
-    server = Server(*options)
+def running(*options: str, model: Sequence[str] = DEMO) -> Iterator[Server]:
+    server = Server(*options, model=model)
     try:
         yield server
     finally:
