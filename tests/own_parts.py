@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from mtpserve.attention.contexts import LayerContext
 from mtpserve.attention.reference import PlannedAttention, ReferenceAttention
-from mtpserve.core.arch.model import ClampedGate, ModelArch
+from mtpserve.core.arch.gates import ClampedGate
+from mtpserve.core.arch.model import ModelArch
 from mtpserve.core.batch import Batch
 from mtpserve.core.protocols.linear import LinearKernels
 from mtpserve.layers.decoder import DecoderModel, Methods

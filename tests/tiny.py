@@ -11,13 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from mtpserve.config import EngineConfig, SamplingConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.arch.gates import ClampedGate
+from mtpserve.core.arch.latent import IndexerArch, MLAArch
 from mtpserve.core.arch.model import (
     Attention,
-    ClampedGate,
     FeedForward,
-    IndexerArch,
     KVLayout,
-    MLAArch,
     ModelArch,
     MoEArch,
     MTPArch,

@@ -13,7 +13,7 @@ from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans, r
 from torch import Tensor
 
 from mtpserve.cache.states import States
-from mtpserve.core.arch.model import Attention, LayerKind, Recurrent
+from mtpserve.core.arch.model import Attention, FeedForward, KVReader, LayerKind, Recurrent
 from mtpserve.core.batch import Batch
 from mtpserve.core.protocols.attention import AttentionBackend, Context
 
@@ -146,7 +146,7 @@ class MixedLayers:
         self.graph_safe, self.exact = attention.graph_safe, attention.exact
 
     def supports(self, kind: LayerKind) -> bool:
-        return not isinstance(kind, Attention) or self.attention.supports(kind)
+        return isinstance(kind, Recurrent | FeedForward) or self.attention.supports(kind)
 
     def plan(self, batch: Batch) -> list[Context]:
         attending = iter(self.attention.plan(batch))
@@ -155,7 +155,7 @@ class MixedLayers:
         def context(kind: LayerKind) -> object:
             return (
                 next(attending)
-                if isinstance(kind, Attention)
+                if isinstance(kind, Attention | KVReader)
                 else next(recurring)
                 if isinstance(kind, Recurrent)
                 else NoContext()

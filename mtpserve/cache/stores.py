@@ -4,6 +4,8 @@ knows neither.
     layers   full  full  window  full  window  full           stores   full: 4 layers        window: 2 layers
     place    0, 0  0, 1  1, 0    0, 2  1, 1    0, 3
 
+A layer that reads what another one has stored has that layer's place.
+
 Stores whose layers have one window share their pages: see cache/groups.
 
 Layers that attend to entries, too (core.arch.model.Compressed), have these in a pool of their own, in the
@@ -24,7 +26,7 @@ from mtpserve_kernels.cache import reference
 from torch import Tensor
 
 from mtpserve.cache.pool import Compact, KVPool
-from mtpserve.core.arch.model import Attention, KVLayout, page_groups
+from mtpserve.core.arch.model import Attention, KVLayout, KVReader, attention_kinds, page_groups
 
 N = TypeVar("N", int, Tensor)
 
@@ -60,8 +62,8 @@ class Stores:
     root. `routed`: layers, experts of a token in each, and their dtype."""
 
     def __init__(
-        self, layers: Sequence[Attention], pages: Sequence[int], page_size: int, dtype: torch.dtype,
-        device: torch.device,
+        self, layers: Sequence[Attention | KVReader], pages: Sequence[int], page_size: int,
+        dtype: torch.dtype, device: torch.device,
         poison: bool = False, compact: Compact = reference.compact, kv_dtype: torch.dtype | None = None,
         nodes: tuple[int, int] = (0, 0), routed: tuple[int, int, torch.dtype] | None = None,
     ) -> None:  # fmt: skip
@@ -71,7 +73,7 @@ class Stores:
         if routed is not None:
             layout = KVLayout("mla", 1, routed[1], 0)
             self.routed = KVPool(layout, routed[0], pages[0], page_size, routed[2], device, compact=compact)
-        kinds, windows = list(dict.fromkeys(layers)), page_groups(layers)
+        kinds, windows = list(dict.fromkeys(attention_kinds(layers))), page_groups(layers)
         groups = [windows.index(kind.kv_window) for kind in kinds]
 
         def pool(kind: Attention, pages: int, size: int, *others: int) -> KVPool:
@@ -97,15 +99,18 @@ class Stores:
             )
             for kind, group in zip(kinds, groups, strict=True)
         ]
-        self.places = [Place(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers)]
+        self.kinds = [kind.kind if isinstance(kind, KVReader) else kind for kind in layers]
+        writers = [kind.source if isinstance(kind, KVReader) else i for i, kind in enumerate(layers)]
+        self.places = [Place(kinds.index(layers[i]), layers[:i].count(layers[i])) for i in writers]
 
     def select_layers(self, layers: slice) -> Stores:
-        """Returns some of the layers, and the stores that these have."""
-        places = self.places[layers]
-        store_indices = sorted({location.store for location in places})
-        subset = copy(self)
-        subset.stores = [self.stores[i] for i in store_indices]
-        subset.places = [Place(store_indices.index(location.store), location.layer) for location in places]
+        """Returns some of the layers, and the stores that these have, as these layers read them."""
+        places, subset = self.places[layers], copy(self)
+        subset.kinds = self.kinds[layers]
+        kinds = {location.store: kind for location, kind in zip(places, subset.kinds, strict=True)}
+        order = sorted(kinds)
+        subset.stores = [self.stores[i]._replace(kind=kinds[i]) for i in order]
+        subset.places = [Place(order.index(location.store), location.layer) for location in places]
         return subset
 
     @property

@@ -16,7 +16,7 @@ from mtpserve.core.arch.model import Features, ModelArch
 from mtpserve.core.batch import Hidden
 from mtpserve.core.protocols.attention import Context
 from mtpserve.core.protocols.linear import LinearMethod
-from mtpserve.layers.embedding import Embedding, TiedHead, VocabularyHead
+from mtpserve.layers.embedding import Embedding, TiedHead, VocabularyHead, capped
 from mtpserve.layers.fusion import Fusion, StreamFusion
 from mtpserve.layers.kernels import Kernels, Residual, RunFusedLayer, RunLayers
 from mtpserve.layers.moe import TokenMoE
@@ -27,6 +27,7 @@ HeadProduct = Callable[[Tensor], Tensor]
 # attention, or what stands in its place, and feed-forward; one of them may be None
 Blocks = tuple[nn.Module | None, nn.Module | None]
 MakeBlock = Callable[[int], Blocks]  # number in arch.layers → its blocks
+MakeLayer = Callable[[int], Blocks | nn.Module]  # the same of the trunk's, or a layer of another form
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class DraftHead(nn.Module):
 
     def forward(self, head: Tensor) -> Tensor:
         assert self.product is not None
-        return self.product(head, torch.float32)  # type: ignore[no-any-return]
+        return capped(self.product(head, torch.float32), self.arch.logit_cap)
 
 
 def shared_head(trunk: DecoderModel, methods: Methods) -> HeadProduct:
@@ -197,7 +198,7 @@ class DecoderModel(nn.Module):
     def __init__(
         self,
         arch: ModelArch,
-        make_block: MakeBlock,
+        make_block: MakeLayer,
         methods: Methods,
         dtype: torch.dtype,
         positions: int,
@@ -205,9 +206,10 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.arch, self.methods = arch, methods
-        self.embed = Embedding(arch.vocab, arch.hidden, kernels.ranks)
+        self.embed = Embedding(arch.vocab, arch.hidden, kernels.ranks, arch.embed_scale)
+        blocks = map(make_block, range(arch.num_layers))
         self.layers = nn.ModuleList(
-            DecoderLayer(arch, *make_block(i), kernels) for i in range(arch.num_layers)
+            block if isinstance(block, nn.Module) else DecoderLayer(arch, *block, kernels) for block in blocks
         )
         self.norm = norm_after(arch, kernels)
         own_head = partial(VocabularyHead, arch.hidden, arch.vocab, methods.head, kernels.ranks)
@@ -239,14 +241,15 @@ class DecoderModel(nn.Module):
         return Hidden(normed, torch.cat(aux_hidden_states, -1))
 
     def logits(self, head: Tensor) -> Tensor:
-        return self.head.forward(head, torch.float32)  # the module's own call takes as long as a small op
+        # the module's own call takes as long as a small op
+        return capped(self.head.forward(head, torch.float32), self.arch.logit_cap)
 
     def logits_of(self, tokens: Tensor) -> HeadProduct:
         """Returns the product for drafting: `logits` of these tokens [n] alone, [rows, hidden] → [rows, n]
         float32, by a copy of the head's rows."""
         head = self.subset_head(tokens)
         self.subset_heads.append((tokens, head))
-        return lambda hidden: head(hidden, torch.float32)
+        return lambda hidden: capped(head(hidden, torch.float32), self.arch.logit_cap)
 
     def subset_head(self, tokens: Tensor) -> VocabularyHead:
         subset_head = VocabularyHead(

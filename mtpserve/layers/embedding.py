@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -54,23 +55,37 @@ class Vocabulary:
 class Embedding(nn.Module):
     shared_tokens = True  # among ranks, see weights/shards.py
 
-    def __init__(self, vocab: int, hidden: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, vocab: int, hidden: int, ranks: Ranks = ALONE, scale: float | None = None) -> None:
+        """`scale`: what rows are multiplied with, rounded to their type; None: nothing."""
         super().__init__()
-        self.vocabulary = Vocabulary(vocab, ranks)
+        self.vocabulary, self.scale = Vocabulary(vocab, ranks), scale
         self.weight = nn.Parameter(torch.empty(self.vocabulary.rows, hidden), requires_grad=False)
         self.bias = None
         self.packed: Packed | None = None  # a tied head multiplies this matrix
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.vocabulary.lookup(self.own_rows, ids)
+        rows = self.vocabulary.lookup(self.own_rows, ids)
+        return rows if self.scale is None else rows * rounded(self.scale, rows.dtype)
 
     @property
     def table(self) -> Tensor | None:
-        """[vocabulary, hidden], where it is here as it was loaded."""
-        return self.weight if self.packed is None and self.vocabulary.ranks.size == 1 else None
+        """[vocabulary, hidden], where rows are looked up in it as it was loaded."""
+        is_whole = self.packed is None and self.vocabulary.ranks.size == 1
+        return self.weight if is_whole and self.scale is None else None
 
     def own_rows(self, places: Tensor) -> Tensor:
         return F.embedding(places, self.weight) if self.packed is None else self.packed.rows(places)
+
+
+@cache
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """Returns the number that published models multiply with: it has their type."""
+    return torch.tensor(number, dtype=dtype, device="cpu").item()
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Soft capping (https://arxiv.org/abs/2408.00118 §2): cap * tanh(logits / cap)."""
+    return logits if cap is None else (logits / cap).tanh() * cap
 
 
 class VocabularyHead(Linear):

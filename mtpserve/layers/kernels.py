@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from mtpserve_kernels.lora.reference import RowAdapters, add_lora
 from torch import Tensor
 
-from mtpserve.core.arch.model import ClampedGate, MoEArch, Ungated
+from mtpserve.core.arch.gates import ClampedGate, GeluGate, Ungated
+from mtpserve.core.arch.model import MoEArch
 from mtpserve.core.protocols.attention import Context
 from mtpserve.core.protocols.linear import LinearStored, Pack, PackInt8
 from mtpserve.core.protocols.parallel import ALONE, Ranks, SpreadExperts
@@ -37,7 +38,7 @@ class Residual(Protocol):
 
 # gate_up: a layers.linear.Linear with 2 size outputs; x [T, H]; the gate → [T, size]: silu of its first half
 # times the second, or as the gate has it
-Gated = Callable[[Callable[[Tensor], Tensor], Tensor, ClampedGate | None], Tensor]
+Gated = Callable[[Callable[[Tensor], Tensor], Tensor, ClampedGate | GeluGate | None], Tensor]
 
 
 class HeadNorms(NamedTuple):

@@ -1,12 +1,12 @@
-"""The feed-forward block: down(silu(gate(x)) * up(x)), gate and up in one matrix; or without a gate,
-down(relu(up(x))^2)."""
+"""The feed-forward block: down(silu(gate(x)) * up(x)), gate and up in one matrix; with another activation
+of the gate; or without a gate, down(relu(up(x))^2)."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpserve.core.arch.model import ClampedGate, Ungated
+from mtpserve.core.arch.gates import ClampedGate, GeluGate, Ungated
 from mtpserve.core.protocols.linear import LinearMethod
 from mtpserve.core.protocols.parallel import ALONE
 from mtpserve.layers.kernels import Kernels
@@ -19,7 +19,7 @@ class MLP(nn.Module):
 
     def __init__(
         self, hidden: int, size: int, method: LinearMethod, kernels: Kernels,
-        gate: ClampedGate | Ungated | None = None,
+        gate: ClampedGate | Ungated | GeluGate | None = None,
         partial: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()

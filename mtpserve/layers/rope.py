@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.arch.rope import LinearRopeArch, Llama3RopeArch, RopeArch, YarnArch
+from mtpserve.core.arch.rope import LinearRopeArch, Llama3RopeArch, PartialRopeArch, RopeArch, YarnArch
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -25,6 +25,8 @@ def inverse_frequencies(arch: RopeArch) -> Tensor:
             return plain
         case LinearRopeArch(factor):
             return plain / factor
+        case PartialRopeArch(turning, factor):
+            return plain.masked_fill(torch.arange(len(plain), device="cpu") >= turning // 2, 0) / factor
         case Llama3RopeArch() as llama:
             turns = llama.original_length * plain / (2 * math.pi)  # in the original context
             smooth = ((turns - llama.low) / (llama.high - llama.low)).clamp(0, 1)

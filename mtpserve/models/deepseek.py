@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mtpserve.core.arch.model import Attention, KVLayout, MLAArch, ModelArch, MoEArch, MTPArch
+from mtpserve.core.arch.latent import MLAArch
+from mtpserve.core.arch.model import Attention, KVLayout, ModelArch, MoEArch, MTPArch
 from mtpserve.core.arch.rope import YarnArch
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels

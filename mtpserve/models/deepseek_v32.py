@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mtpserve.core.arch.model import Attention, IndexerArch, ModelArch, Selected
+from mtpserve.core.arch.latent import IndexerArch
+from mtpserve.core.arch.model import Attention, ModelArch, Selected
 from mtpserve.models import deepseek
 from mtpserve.models.family import Family, Names, trunk_layers
 from mtpserve.weights.checkpoint.hf_config import HFConfig

@@ -8,18 +8,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mtpserve.core.arch.gates import ClampedGate
+from mtpserve.core.arch.latent import IndexerArch, SharedKVArch
 from mtpserve.core.arch.model import (
     Attention,
-    ClampedGate,
     Compressed,
-    IndexerArch,
     KVLayout,
     LayerKind,
     ModelArch,
     MoEArch,
     MTPArch,
     Selected,
-    SharedKVArch,
 )
 from mtpserve.core.arch.rope import RopeArch
 from mtpserve.core.arch.streams import StreamsArch

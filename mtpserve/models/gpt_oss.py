@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mtpserve.core.arch.model import Attention, ClampedGate, KVLayout, LayerKind, ModelArch, MoEArch
+from mtpserve.core.arch.gates import ClampedGate
+from mtpserve.core.arch.model import Attention, KVLayout, LayerKind, ModelArch, MoEArch
 from mtpserve.models import gqa
 from mtpserve.models.family import Family, Names, ends, trunk_layers
 from mtpserve.weights.checkpoint.hf_config import HFConfig

@@ -15,15 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mtpserve.core.arch.model import (
-    Attention,
-    ClampedGate,
-    LayerGates,
-    LayerKind,
-    ModelArch,
-    MoEArch,
-    MTPArch,
-)
+from mtpserve.core.arch.gates import ClampedGate, LayerGates
+from mtpserve.core.arch.model import Attention, LayerKind, ModelArch, MoEArch, MTPArch
 from mtpserve.core.arch.rope import RopeArch
 from mtpserve.models import gqa
 from mtpserve.models.family import Family, Names, dropped, ends, gated, one_layer, trunk_layers

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch.model import Attention, KVLayout, MLAArch, ModelArch, MTPArch
+from mtpserve.core.arch.latent import MLAArch
+from mtpserve.core.arch.model import Attention, KVLayout, ModelArch, MTPArch
 from mtpserve.core.arch.rope import RopeArch
 from mtpserve.core.errors import ConfigError
 from mtpserve.spec.draft.token_map import TokenMap, make_token_map, read_token_map

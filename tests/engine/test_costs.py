@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpserve.core.arch.model import Attention, IndexerArch, KVLayout, MLAArch, ModelArch, MoEArch, Selected
+from mtpserve.core.arch.latent import IndexerArch, MLAArch
+from mtpserve.core.arch.model import Attention, KVLayout, ModelArch, MoEArch, Selected
 from mtpserve.core.arch.rope import RopeArch
 from mtpserve.models import nemotron_h
 from mtpserve.tools.simulate.costs import PROFILES, DeviceProfile, ModelShape, StepCost

@@ -14,7 +14,8 @@ from mtpserve_kernels.moe.experts_rows import experts_rows
 from mtpserve_kernels.moe.route import route
 from torch import Tensor
 
-from mtpserve.core.arch.model import ClampedGate, MoEArch
+from mtpserve.core.arch.gates import ClampedGate
+from mtpserve.core.arch.model import MoEArch
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.layers.moe import MoE
 from mtpserve.quant.unquantized import Unquantized

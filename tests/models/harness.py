@@ -11,7 +11,7 @@ from torch import Tensor
 from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.config import EngineConfig, ModelConfig
-from mtpserve.core.arch.model import Features, attention_kinds, page_groups, recurrent_kinds
+from mtpserve.core.arch.model import Features, attending, page_groups, recurrent_kinds
 from mtpserve.core.plan import NewRequest
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
@@ -57,7 +57,7 @@ class Harness:
         each = -(-(longest + SIZES.num_lookahead_tokens(0)) // page_size)
         generator = torch.Generator().manual_seed(3)
         orders = [torch.randperm(each * len(prompts), generator=generator).tolist() for _ in groups]
-        trunk, layers = arch.layers[: arch.num_layers], attention_kinds(arch.layers)
+        trunk, layers = arch.layers[: arch.num_layers], attending(arch.layers)
         self.stores = Stores(layers, [len(order) for order in orders], page_size, torch.float32, device, poison=True, kv_dtype=cache)
         kinds = recurrent_kinds(trunk)
         states = States(kinds, len(prompts) + 1, SIZES.nodes, 1, torch.float32, device, poison=True) if kinds else None

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import Literal
 
+from mtpserve.core.arch.gates import ClampedGate, GeluGate, LayerGates, Ungated
+from mtpserve.core.arch.latent import IndexerArch, MLAArch, SharedKVArch
 from mtpserve.core.arch.rope import RopeArch
+from mtpserve.core.arch.sandwich import SandwichArch
 from mtpserve.core.arch.streams import StreamsArch
 
 Norm = Literal["pre", "post"]
-# a feed-forward block without a gate: down(relu(up)^2) (https://arxiv.org/abs/2109.08668)
-Ungated = Literal["relu2"]
 FP8_BLOCK = (128, 128)  # rows and columns that share one scale in float8 checkpoints
 
 
@@ -173,13 +174,30 @@ class FeedForward:
         return "a feed-forward block"
 
 
+@dataclass(frozen=True, slots=True)
+class KVReader:
+    """A layer kind: attention that stores nothing. It reads what another layer has stored, whose number
+    among the layers that attend is `source`. `kind`: the source's, with the reader's own query heads."""
+
+    kind: Attention
+    source: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}, stored by another layer"
+
+
 # what a layer keeps between two steps, and of which tokens. Equal kinds share a store
-LayerKind = Attention | Recurrent | FeedForward
+LayerKind = Attention | KVReader | Recurrent | FeedForward
 
 
 def attention_kinds(layers: Iterable[LayerKind]) -> list[Attention]:
     """The layers that store something for each token."""
     return [kind for kind in layers if isinstance(kind, Attention)]
+
+
+def attending(layers: Iterable[LayerKind]) -> list[Attention | KVReader]:
+    """The layers that attend, those among them that store nothing too."""
+    return [kind for kind in layers if isinstance(kind, Attention | KVReader)]
 
 
 def recurrent_kinds(layers: Iterable[LayerKind]) -> list[Recurrent]:
@@ -198,52 +216,6 @@ def page_groups(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:
 def tokens_of_entries(layers: Iterable[LayerKind]) -> int:
     """Pages begin and end where entries do: of a multiple of so many tokens."""
     return lcm(*(kind.compressed.every for kind in attention_kinds(layers) if kind.compressed is not None))
-
-
-@dataclass(frozen=True, slots=True)
-class MLAArch:
-    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434 §2.1)."""
-
-    q_rank: int | None
-    kv_rank: int
-    nope: int
-    rope: int
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class SharedKVArch:
-    """Attention in which one latent row is the key and the value of all heads (DeepSeek-V4). The output
-    projection is one in two: heads in `groups`, each of which is brought to `out_rank` numbers."""
-
-    q_rank: int
-    groups: int
-    out_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class ClampedGate:
-    """A gated activation with limits: gate * sigmoid(alpha * gate) * (up + plus), gate at most `gate_limit`,
-    up between -limit and limit (gpt-oss's has plus 1, https://arxiv.org/abs/2508.10925 §2; with alpha 1 and
-    plus 0 it is silu(gate) * up)."""
-
-    alpha: float
-    gate_limit: float
-    limit: float
-    plus: float
-
-    @property
-    def numbers(self) -> tuple[float, float, float, float]:
-        return self.alpha, self.gate_limit, self.limit, self.plus
-
-
-@dataclass(frozen=True, slots=True)
-class IndexerArch:
-    """What scores the tokens of `Selected`: query heads of the index keys' size. Of both as many numbers are
-    rotated as the attention rotates, the first ones, `interleaved` or in halves."""
-
-    heads: int
-    interleaved: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,14 +246,6 @@ class MoEArch:
     # the shared expert's output is multiplied with the sigmoid of a number of its own
     shared_gate: bool = False
     by_rank: bool = False  # each of several ranks has some experts whole; otherwise a part of each
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGates:
-    """The gated activations of one layer that differ from those of the others; None: silu(gate) * up."""
-
-    dense: ClampedGate | None  # a dense block's, or the shared expert's
-    routed: ClampedGate | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +333,10 @@ class ModelArch:
     value_scale: float = 1.0  # values are multiplied with it
     # layers whose heads have a sink, see core.protocols.attention.Context
     sinks: Literal["all", "windows"] | None = None
-    gate: Ungated | None = None  # for feed-forward blocks without experts; None: silu(gate) * up
+    gate: Ungated | GeluGate | None = None  # of blocks without experts; None: silu(gate) * up
+    embed_scale: float | None = None  # rows of the embedding are multiplied with it; None: by nothing
+    logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
+    sandwich: SandwichArch | None = None  # blocks are normed before and after
 
     def heads_of(self, kind: Attention) -> int:
         """Query heads of a layer kind."""

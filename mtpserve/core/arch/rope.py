@@ -12,13 +12,22 @@ class RopeArch:
     dim: int
     theta: float
     interleaved: bool
-    scaling: YarnArch | Llama3RopeArch | LinearRopeArch | None = None
+    scaling: YarnArch | Llama3RopeArch | LinearRopeArch | PartialRopeArch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LinearRopeArch:
     """Positions divided by `factor` (https://arxiv.org/abs/2306.15595)."""
 
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRopeArch:
+    """The first `turning` dimensions turn, with the frequencies of all `dim`, and the others stand still:
+    pairs are those of the whole head ("proportional" in transformers). Positions are divided by `factor`."""
+
+    turning: int
     factor: float
 
 

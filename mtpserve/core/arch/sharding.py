@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mtpserve.core.arch.model import Attention, LayerKind, ModelArch, Recurrent
+from mtpserve.core.arch.model import Attention, KVReader, LayerKind, ModelArch, Recurrent
 from mtpserve.core.errors import ConfigError
 
 MOST = 64  # ranks that an error message tries
@@ -29,11 +29,12 @@ def one_rank(arch: ModelArch, size: int) -> ModelArch:
         raise ConfigError(
             f"--tensor-parallel-size {size} does not fit this model's {value} {name}; sizes that do: {fit}"
         )
-    shared = arch.layers[: arch.shared_layers]
     moe, shared_kv = arch.moe, arch.shared_kv
     return replace(
         arch,
-        layers=(*(kind_of(kind, size) for kind in shared), *arch.layers[arch.shared_layers :]),
+        layers=tuple(
+            kind_of(kind, size) if is_shared(arch, i) else kind for i, kind in enumerate(arch.layers)
+        ),
         heads=arch.heads // size,
         intermediate=arch.intermediate // size if any_dense(arch) else arch.intermediate,
         moe=None
@@ -43,11 +44,20 @@ def one_rank(arch: ModelArch, size: int) -> ModelArch:
     )
 
 
+def is_shared(arch: ModelArch, layer: int) -> bool:
+    """True if each rank stores a part of the layer's keys and values, or reads a part of another's."""
+    return layer < arch.shared_layers or isinstance(arch.layers[layer], KVReader)
+
+
 def kind_of(kind: LayerKind, size: int) -> LayerKind:
     match kind:
         case Attention():
             kv = kind.kv if kind.kv.kind == "mla" else replace(kind.kv, heads=max(kind.kv.heads // size, 1))
             return replace(kind, kv=kv, heads=None if kind.heads is None else kind.heads // size)
+        case KVReader():
+            part = kind_of(kind.kind, size)
+            assert isinstance(part, Attention)
+            return replace(kind, kind=part)
         case Recurrent():
             return replace(kind, key_heads=kind.key_heads // size, value_heads=kind.value_heads // size)
     return kind
@@ -61,7 +71,8 @@ def any_dense(arch: ModelArch) -> bool:
 def uneven(arch: ModelArch, size: int) -> Iterator[tuple[str, int]]:
     """Dimensions that so many ranks cannot share, and their values."""
     dimensions = [("attention heads", arch.heads)]
-    for kind in dict.fromkeys(arch.layers[: arch.shared_layers]):
+    for kind in dict.fromkeys(kind for i, kind in enumerate(arch.layers) if is_shared(arch, i)):
+        kind = kind.kind if isinstance(kind, KVReader) else kind
         if isinstance(kind, Attention):
             dimensions.append(("attention heads", arch.heads_of(kind)))
             if kind.kv.kind == "gqa" and size % kind.kv.heads:

@@ -25,11 +25,10 @@ from mtpserve.cache.stores import Stores
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.config.drafters import source_name
 from mtpserve.core.arch.model import (
-    Attention,
     Features,
     LayerKind,
     ModelArch,
-    attention_kinds,
+    attending,
     page_groups,
     recurrent_kinds,
 )
@@ -181,10 +180,9 @@ def trunk_attention(
     """The backend of this name for the trunk's layers. `stores`: of all that attend; `states`: of those that
     keep one."""
     kinds = arch.layers[: arch.num_layers]
-    attention = BACKENDS.get(name)(
-        stores.select_layers(slice(len(attention_kinds(kinds)))), arch.heads, arch.scale
-    )
-    if all(isinstance(kind, Attention) for kind in kinds):
+    count = len(attending(kinds))
+    attention = BACKENDS.get(name)(stores.select_layers(slice(count)), arch.heads, arch.scale)
+    if count == len(kinds):
         return attention
     return MixedLayers(kinds, attention, None if states is None else Recurrence(states, recur))
 
@@ -213,7 +211,7 @@ def draft_passes(
         deferred = DeferredRows(
             sizes.max_num_reqs + 1, drafts.max_deferred_tokens, width, options.dtype, options.device, keep
         )
-    draft_stores = stores.select_layers(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
+    draft_stores = stores.select_layers(slice(len(attending(arch.layers[: arch.num_layers])), None))
     scale = arch.scale if arch.draft is None else arch.draft.scale
     attention = BACKENDS.get(options.backend)(draft_stores, arch.heads, scale)
     reduced = reduced_head(model, draft_model, options.token_map)
@@ -280,7 +278,7 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
     layers = (*arch.layers[: arch.num_layers], *(() if draft_model is None else draft_model.layers))
     drafts = sizes_of(options, layers, Features() if draft_model is None else draft_model.features)
     stores = Stores(
-        attention_kinds(layers), [count + 1 for count in sizes.pages], sizes.page_size, options.dtype, device,
+        attending(layers), [count + 1 for count in sizes.pages], sizes.page_size, options.dtype, device,
         options.poison,
         kernels.get("compact", reference.compact), options.kv_dtype, (sizes.max_num_reqs + 1, drafts.nodes),
         None if options.routing is None else options.routing.shape,

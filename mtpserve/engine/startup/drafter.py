@@ -21,7 +21,7 @@ from torch import nn
 from mtpserve.cache.groups import PageGroups
 from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.config.spec import NONE
-from mtpserve.core.arch.model import Attention, LayerKind, page_groups
+from mtpserve.core.arch.model import Attention, KVReader, LayerKind, page_groups
 from mtpserve.core.errors import ConfigError, LoadError, NoRoom, PoolTooSmall
 from mtpserve.core.protocols.attention import AttentionBackend
 from mtpserve.core.request import ModelCard
@@ -182,7 +182,7 @@ def check_layers(
 ) -> None:
     """Raises ConfigError for a kind of layer that cannot be computed."""
     for kind in dict.fromkeys(layers):
-        if not attention.supports(kind):
+        if not isinstance(kind, KVReader) and not attention.supports(kind):
             raise ConfigError(
                 f"--attention-backend {backend} does not support layers of {kind}; reference does"
             )

@@ -22,7 +22,8 @@ from torch import Tensor
 from mtpserve.attention.contexts import Contexts
 from mtpserve.attention.cpu import CPUSpans
 from mtpserve.cache.stores import Stores
-from mtpserve.core.arch.model import ClampedGate, MoEArch, Ungated
+from mtpserve.core.arch.gates import ClampedGate, GeluGate, Ungated
+from mtpserve.core.arch.model import MoEArch
 from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.protocols.attention import Context
 from mtpserve.layers.decoder import DecoderLayer
@@ -82,7 +83,11 @@ def cpu_kernels() -> Kernels:
     )
 
 
-def gated(gate_up: Callable[[Tensor], Tensor], x: Tensor, gate: ClampedGate | None = None) -> Tensor:
+def gated(
+    gate_up: Callable[[Tensor], Tensor], x: Tensor, gate: ClampedGate | GeluGate | None = None
+) -> Tensor:
+    if gate == "gelu_tanh":
+        return activated(gate_up(x), gate)
     if isinstance(gate_up, Linear) and isinstance(gate_up.packed, PanelMatrix) and gate_up.packed.gates:
         return linear.linear(x, gate_up.packed.matrix, gated=True, clamped=clamp_of(gate))
     return fused.silu_mul(gate_up(x)) if gate is None else activated(gate_up(x), gate)

@@ -13,7 +13,8 @@ from mtpserve_kernels.quant import reference as quant
 from torch import Tensor
 
 from mtpserve.cache.pool import store
-from mtpserve.core.arch.model import ClampedGate, MoEArch, Ungated
+from mtpserve.core.arch.gates import ClampedGate, GeluGate, Ungated
+from mtpserve.core.arch.model import MoEArch
 from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.protocols.attention import Context
 from mtpserve.layers import onednn
@@ -69,7 +70,9 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     return F.rms_norm(total, weight.shape, weight, eps), total
 
 
-def gated(gate_up: Callable[[Tensor], Tensor], x: Tensor, gate: ClampedGate | None = None) -> Tensor:
+def gated(
+    gate_up: Callable[[Tensor], Tensor], x: Tensor, gate: ClampedGate | GeluGate | None = None
+) -> Tensor:
     return activated(gate_up(x), gate)
 
 
@@ -227,12 +230,15 @@ def beside(shared: SharedExpert, gate: Gate | None, x: Tensor) -> Tensor:
     return out if gate is None else out * gate(x).sigmoid()
 
 
-def activated(gate_up: Tensor, gate: ClampedGate | Ungated | None) -> Tensor:
+def activated(gate_up: Tensor, gate: ClampedGate | Ungated | GeluGate | None) -> Tensor:
     match gate:
         case None:
             return silu_mul(gate_up)
         case "relu2":
             return F.relu(gate_up).square()
+        case "gelu_tanh":
+            opening, up = gate_up.chunk(2, -1)
+            return F.gelu(opening, approximate="tanh") * up
         case ClampedGate():
             return reference.clamped_gate(gate_up, *gate.numbers)
 

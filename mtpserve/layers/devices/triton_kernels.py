@@ -20,7 +20,8 @@ from mtpserve_kernels.quant.linear_fp8 import linear_fp8
 from mtpserve_kernels.quant.rows import linear_rows, widen_rows
 from torch import Tensor
 
-from mtpserve.core.arch.model import ClampedGate, MoEArch
+from mtpserve.core.arch.gates import ClampedGate, GeluGate
+from mtpserve.core.arch.model import MoEArch
 from mtpserve.layers.devices import torch_kernels
 from mtpserve.layers.kernels import Gate, HeadNorms, Kernels, RoutedExperts, SharedExpert
 from mtpserve.layers.linear import Linear
@@ -60,7 +61,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     )
 
 
-def gated(gate_up: Callable[[Tensor], Tensor], x: Tensor, gate: ClampedGate | None = None) -> Tensor:
+def gated(
+    gate_up: Callable[[Tensor], Tensor], x: Tensor, gate: ClampedGate | GeluGate | None = None
+) -> Tensor:
     if gate is not None:
         return torch_kernels.activated(gate_up(x), gate)
     if (

@@ -1,0 +1,1 @@
+"""Layers whose blocks are normed before and after, as Gemma 4 has them."""
