@@ -101,7 +101,7 @@ class Stores:
         ]
         self.kinds = [kind.kind if isinstance(kind, KVReader) else kind for kind in layers]
         writers = [kind.source if isinstance(kind, KVReader) else i for i, kind in enumerate(layers)]
-        self.places = [Place(kinds.index(layers[i]), layers[:i].count(layers[i])) for i in writers]
+        self.places = [Place(kinds.index(self.kinds[i]), layers[:i].count(self.kinds[i])) for i in writers]
 
     def select_layers(self, layers: slice) -> Stores:
         """Returns some of the layers, and the stores that these have, as these layers read them."""

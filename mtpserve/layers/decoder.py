@@ -216,7 +216,7 @@ class DecoderModel(nn.Module):
         self.head: VocabularyHead | TiedHead = (
             TiedHead(self.embed, methods.head) if arch.tied_head else own_head()
         )
-        self.rope = Rope(arch.rope, positions, dtype, arch.window_rope)
+        self.rope: nn.Module = Rope(arch.rope, positions, dtype, arch.window_rope)
         self.mtp_head: nn.Module | None = None  # the checkpoint's own MTP layers, see layers/mtp_modules
         self.draft: nn.Module | None = None  # a draft model of another kind, see heads/
         self.kernels = kernels

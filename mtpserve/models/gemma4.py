@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mixers.normed_values import NormedValueGQA, ReaderGQA
 from mtpserve.layers.mlp import MLP
+from mtpserve.layers.rope import Rope
 from mtpserve.layers.sandwich.sandwich import SandwichLayer
 from mtpserve.layers.sandwich.token_inputs import TokenInputs, TokenRope
 from mtpserve.models import gqa
@@ -151,7 +153,7 @@ def build(
 
     model = DecoderModel(arch, layer, methods, dtype, positions, kernels)
     if with_tokens is not None:
-        model.rope = TokenRope(model.rope, TokenInputs(arch, model.embed, with_tokens, kernels))
+        model.rope = TokenRope(cast(Rope, model.rope), TokenInputs(arch, model.embed, with_tokens, kernels))
     return model
 
 

@@ -158,14 +158,14 @@ def build(
         drafts, kind = layer >= arch.num_layers, arch.layers[layer]
         method = methods.of(drafts)
         match kind:
-            case FeedForward():
-                return None, feed_forward(arch, layer, method, kernels)
             case Recurrent():
                 return Mamba2(arch, kind, method, kernels), None
             case Attention():
                 return GQA(arch, kind, method, kernels), feed_forward(
                     arch, layer, method, kernels
                 ) if drafts else None
+            case _:
+                return None, feed_forward(arch, layer, method, kernels)
 
     return decoder(arch, blocks, methods, dtype, positions, kernels)
 

@@ -43,6 +43,10 @@ SMALL: dict[str, Any] = {
 }
 
 
+def gemma4_small(directory: Path, **options: Any) -> Tiny:
+    return gemma4(directory, **SMALL | options)
+
+
 def gemma4(directory: Path, *, unified: bool = False, pictures: bool = False, seed: int = 0, **options: Any) -> Tiny:
     """`options` replace entries of GEMMA4; `pictures`: the text model in a checkpoint of one that sees them."""
     config = GEMMA4 | options

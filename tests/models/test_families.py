@@ -22,6 +22,7 @@ from tests import selection
 from tests.models.chained import FULL, SLIDING, step
 from tests.models.checkpoints import YARN, Tiny, glm4_moe, glm4_moe_lite, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe, write
 from tests.models.compressed_checkpoints import HEAVY, SPARSE, deepseek_v4
+from tests.models.gemmas import SMALL, gemma4, gemma4_small
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
@@ -57,6 +58,12 @@ TRUNKS: dict[str, tuple[Make, dict[str, Any]]] = {
     "gpt-oss, mxfp4": (gpt_oss, {"mxfp4": True, "hidden_size": 96, "swiglu_limit": 0.7}),
     "gpt-oss, many experts, other heads": (gpt_oss, {"num_local_experts": 20, "head_dim": 20, "num_attention_heads": 6}),
     "gpt-oss, other windows, no bias": (gpt_oss, {"layer_types": TYPES, "attention_bias": False, "rope_scaling": {"rope_type": "default"}}),
+    "gemma 4": (gemma4, {}),
+    "gemma 4, small": (gemma4, SMALL),
+    "gemma 4, in a model that sees pictures, values of their own": (gemma4, SMALL | {"pictures": True, "sliding_window": 1}),
+    "gemma 4, untied, biases": (gemma4, {"tie_word_embeddings": False, "attention_bias": True, "attention_k_eq_v": False}),
+    "gemma 4, tied values, no cap, small": (gemma4, SMALL | {"attention_k_eq_v": True, "final_logit_softcapping": None}),
+    "gemma 4 12B": (gemma4, {"unified": True, "layer_types": None, "num_hidden_layers": 7}),
     "mimo-v2": (mimo_v2, {}),
     "mimo-v2, values as wide as keys, not scaled": (mimo_v2, {"v_head_dim": 12, "swa_v_head_dim": 12, "attention_value_scale": None}),
     "mimo-v2.5": (mimo_v2, FUSED),
@@ -209,7 +216,7 @@ SHAPES = [
 ]
 
 
-WITHOUT_MTP = [llama, mistral, gpt_oss, qwen2, qwen2_moe, qwen3, qwen3_moe]
+WITHOUT_MTP = [llama, mistral, gpt_oss, gemma4, gemma4_small, qwen2, qwen2_moe, qwen3, qwen3_moe]
 WITH_MTP = [qwen3_next, qwen3_5, qwen3_5_moe, nemotron_h, glm4_moe, glm4_moe_lite, deepseek_v32, glm_dsa, ernie, mimo_v2, step]
 
 
@@ -297,6 +304,12 @@ def test_an_mtp_layer_of_other_blocks_is_refused(tmp_path: Path, wrong: dict[str
         (ernie, {"moe_k": 9}, "moe_k must be at most moe_num_experts = 8, got 9"),
         (gpt_oss, {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_local_experts = 8, got 9"),
         (gpt_oss, {"layer_types": ["full"] * 3}, "layer_types must be a list of num_hidden_layers = 3 names"),
+        (gemma4, {"enable_moe_block": True}, "enable_moe_block = true is not supported; supported: false: the dense Gemma 4 models"),
+        (gemma4, {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention = "all" is not supported; supported: "vision" or'),
+        (gemma4, {"hidden_activation": "silu"}, "hidden_activation must be one of gelu_pytorch_tanh"),
+        (gemma4, {"num_kv_shared_layers": 3}, "num_kv_shared_layers must be such that the other layers, of 4, have all kinds"),
+        (gemma4, {"num_global_key_value_heads": 3}, "num_attention_heads must be a multiple of its 3 key heads, got 4"),
+        (gemma4, {"rope_parameters": {FULL: {"rope_type": "yarn"}}}, "full_attention.rope_type must be one of default, proportional"),
         (gpt_oss, {"swiglu_limit": 0}, "swiglu_limit must be a number above 0, got 0"),
         (step, {"attention_bias": True}, "attention_bias = true is not supported; supported: false"),
         (step, {"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate = false is not supported; supported: true"),

@@ -33,6 +33,7 @@ from tests.heads.eagles import eagle, eagle3
 from tests.models.chained import step
 from tests.models.checkpoints import deepseek, glm4_moe, glm4_moe_lite, llama, mimo, mistral, qwen2_moe, qwen3
 from tests.models.compressed_checkpoints import deepseek_v4
+from tests.models.gemmas import gemma4, gemma4_small
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
@@ -76,6 +77,8 @@ MORE: dict[str, tuple[Make, dict[str, Any], int, SpecConfig]] = {
     "gpt-oss": (gpt_oss, {}, 4, PLAIN),
     "gpt-oss, mxfp4": (gpt_oss, {"mxfp4": True, "hidden_size": 96, "intermediate_size": 128}, 2, PLAIN),
     "mistral, a window": (mistral, {"sliding_window": 6, "head_dim": 16}, 2, PLAIN),
+    "gemma 4": (gemma4, {"num_key_value_heads": 1, "attention_bias": True}, 2, PLAIN),
+    "gemma 4, small": (gemma4_small, {"vocab_size": 25, "vocab_size_per_layer_input": 25}, 4, PLAIN),
     "mimo-v2": (mimo_v2, {}, 2, MTP),
     "mimo-v2.5, chunks of several blocks": (mimo_v2, {**SEVERAL_BLOCKS, "moe_intermediate_size": 24}, 4, MTP),
     "step 3.5": (step, {}, 2, MTP),

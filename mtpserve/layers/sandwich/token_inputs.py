@@ -8,8 +8,6 @@ They are made once in a pass, and travel with what else is the same for all laye
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from torch import Tensor, nn
 
 from mtpserve.core.arch.model import ModelArch
@@ -37,20 +35,15 @@ class TokenInputs(nn.Module):
         """[T] → [T, layers, dim]"""
         projected = (self.project(self.borrowed[0](ids)) * self.divisor).view(-1, self.dim)
         rows = self.table(ids).view(-1, self.dim) + self.norm(projected)
-        return (rows * 2**-0.5).view(len(ids), -1, self.dim)
+        return (rows * 2**-0.5).view(len(ids), -1, self.dim)  # type: ignore[no-any-return]
 
 
 class TokenRotation(Rotation):
-    """With the numbers of the rows' tokens."""
+    """With the numbers of the rows' tokens, [T, layers, dim]."""
 
-    def __init__(self, rope: Rope, positions: Tensor, ids: Tensor, make: TokenInputs) -> None:
+    def __init__(self, rope: Rope, positions: Tensor, ids: Tensor, inputs: Tensor) -> None:
         super().__init__(rope, positions, ids)
-        self.rows, self.make = ids, make
-
-    @cached_property
-    def inputs(self) -> Tensor:
-        """[T, layers, dim]"""
-        return self.make(self.rows)  # type: ignore[no-any-return]
+        self.inputs = inputs
 
 
 class TokenRope(nn.Module):
@@ -62,4 +55,6 @@ class TokenRope(nn.Module):
 
     def forward(self, positions: Tensor, ids: Tensor | None = None) -> Rotation:
         """[T], [T]; without ids a rotation alone, for other models' layers."""
-        return self.rope(positions) if ids is None else TokenRotation(self.rope, positions, ids, self.inputs)
+        if ids is None:
+            return self.rope.forward(positions)
+        return TokenRotation(self.rope, positions, ids, self.inputs(ids))
