@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 DRAFTERS: Registry[DraftSource] = Registry(
     "drafter",
     {
-        "MTP": "mtpserve.spec.draft.mtp:MTP",
-        "NEXTN": "mtpserve.spec.draft.mtp:MTP",
+        "MTP": "mtpserve.heads.assistant:MTP",
+        "NEXTN": "mtpserve.heads.assistant:MTP",
+        "FROZEN_KV_MTP": "mtpserve.heads.assistant:FROZEN_KV_MTP",
         "EAGLE": "mtpserve.heads.eagle:EAGLE",
         "EAGLE3": "mtpserve.heads.eagle3:EAGLE3",
         "MEDUSA": "mtpserve.heads.medusa:MEDUSA",
@@ -41,7 +42,7 @@ def source_name(drafter: str | None, path: str | None) -> str:
 
 
 # drafters that are only published apart from the model
-SEPARATE = ("EAGLE3", "MEDUSA", "DFLASH", "STANDALONE", "DRAFT_MODEL")
+SEPARATE = ("FROZEN_KV_MTP", "EAGLE3", "MEDUSA", "DFLASH", "STANDALONE", "DRAFT_MODEL")
 BLOCKS = ("DFLASH",)  # drafters that compute a block of drafts in one pass, and store all of its rows
 
 # llama.cpp's --spec-type → --speculative-algorithm. It may name a draft model and n-grams together.

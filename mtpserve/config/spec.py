@@ -23,8 +23,8 @@ class SpecConfig:
     speculative_algorithm: str | None = option(
         None,
         "source of drafts. MTP, NEXTN: the checkpoint's MTP layer; EAGLE: the MTP layer, or the head "
-        "in --speculative-draft-model-path; EAGLE3, MEDUSA, DFLASH, STANDALONE: the head or model in "
-        "--speculative-draft-model-path; NGRAM: earlier text, without a model; MTP+NGRAM, "
+        "in --speculative-draft-model-path; EAGLE3, MEDUSA, DFLASH, FROZEN_KV_MTP, STANDALONE: the head or "
+        "model in --speculative-draft-model-path; NGRAM: earlier text, without a model; MTP+NGRAM, "
         "EAGLE3+NGRAM, …: both in one tree; none: no drafts (default: auto: MTP if the checkpoint "
         "has a usable MTP layer, else none)",
         "speculative-algo",
@@ -175,7 +175,8 @@ class SpecConfig:
     def parts(self) -> list[str]:  # vLLM's names of MTP begin with the family: deepseek_mtp, mimo_mtp
         if not self.named or (algorithm := (self.speculative_algorithm or "").upper()) == NONE.upper():
             return []
-        return ["MTP" if component.endswith("_MTP") else component for component in algorithm.split("+")]
+        parts = algorithm.split("+")
+        return ["MTP" if part.endswith("_MTP") and part not in DRAFTERS.entries else part for part in parts]
 
     @property
     def drafter(self) -> str | None:

@@ -25,9 +25,10 @@ from mtpserve.core.protocols.attention import Context
 from mtpserve.core.protocols.linear import LinearMethod
 from mtpserve.core.protocols.models import DraftModel, Trunk
 from mtpserve.heads import gqa
+from mtpserve.heads.assistant import FROZEN_KV_MTP
 from mtpserve.heads.eagle3 import EAGLE3
 from mtpserve.heads.head import Head, Separate, opened, same
-from mtpserve.heads.kinds import STANDALONE, algorithm_of
+from mtpserve.heads.kinds import FROZEN, STANDALONE, algorithm_of
 from mtpserve.layers.decoder import DecoderLayer, DecoderModel, Methods, shared_head
 from mtpserve.layers.kernels import Kernels, Residual
 from mtpserve.layers.linear import Linear
@@ -144,8 +145,8 @@ class Eagle(Separate):
         return super().build(trunk) if layer is None else cast(DraftModel, layer)
 
     def open(self, directory: Path, config: EngineConfig, trunk: ModelArch) -> Head:
-        if algorithm_of(directory) == "EAGLE3":
-            return EAGLE3.open(directory, config, trunk)
+        if (kind := algorithm_of(directory)) in ("EAGLE3", FROZEN):
+            return (EAGLE3 if kind == "EAGLE3" else FROZEN_KV_MTP).open(directory, config, trunk)
         values, checkpoint = read_config(directory), opened(directory, config)
         arch = gqa.arch(values, checkpoint, "eagle", trunk)
         same("hidden_size", values, arch.hidden, trunk.hidden)

@@ -17,11 +17,13 @@ from mtpserve.weights.checkpoint.layouts import NUMBERED, numbers_in
 # By their names in --speculative-algorithm, for people.
 HEADS = {
     "EAGLE3": "an EAGLE-3 head", "EAGLE": "an EAGLE head", "MEDUSA": "Medusa heads",
-    "DFLASH": "a DFlash drafter", "NEXTN": "an MTP layer",
+    "DFLASH": "a DFlash drafter", "NEXTN": "an MTP layer", "FROZEN_KV_MTP": "a Gemma 4 assistant",
 }  # fmt: skip
-STANDALONE = "STANDALONE"
+STANDALONE, FROZEN = "STANDALONE", "FROZEN_KV_MTP"
 # Parts of what the config says, then names of tensors: the first that is there decides.
-SAID = {"eagle3": "EAGLE3", "medusa": "MEDUSA", "dflash": "DFLASH", "nextn": "NEXTN"}
+SAID = {"eagle3": "EAGLE3", "medusa": "MEDUSA", "dflash": "DFLASH", "nextn": "NEXTN"} | dict.fromkeys(
+    ("gemma4assistant", "gemma4unifiedassistant", "gemma4_assistant", "gemma4_unified_assistant"), FROZEN
+)
 NAMED = {
     (
         r"(?:medusa_heads?\.)?\d+\.\d+\.linear\.weight"
@@ -76,9 +78,8 @@ def require_kind(algorithm: str, directory: Path) -> None:
     ):
         return
     # EAGLE has several meanings, and an MTP layer may be a whole model's.
-    if kind in {"EAGLE": ("EAGLE3", "NEXTN", STANDALONE), "MTP": (STANDALONE,), "NEXTN": (STANDALONE,)}.get(
-        algorithm, ()
-    ):
+    own = (STANDALONE, FROZEN)
+    if kind in {"EAGLE": ("EAGLE3", "NEXTN", *own), "MTP": own, "NEXTN": own}.get(algorithm, ()):
         return
     what = HEADS.get(kind, "a whole model")
     raise ConfigError(

@@ -18,6 +18,8 @@ from torch import nn
 from mtpserve.core.arch.model import Attention, KVLayout, KVReader, LayerKind, ModelArch
 from mtpserve.core.arch.rope import PartialRopeArch, RopeArch
 from mtpserve.core.arch.sandwich import SandwichArch
+from mtpserve.core.protocols.linear import LinearMethod
+from mtpserve.core.protocols.parallel import ALONE, Ranks
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mixers.normed_values import NormedValueGQA, ReaderGQA
@@ -149,7 +151,7 @@ def build(
     with_tokens = methods.layers if arch.sandwich.token_dim else None
 
     def layer(number: int) -> nn.Module:
-        return decoder_layer(arch, number, methods, kernels, with_tokens is not None)
+        return decoder_layer(arch, number, methods.layers, kernels, with_tokens is not None)
 
     model = DecoderModel(arch, layer, methods, dtype, positions, kernels)
     if with_tokens is not None:
@@ -158,13 +160,15 @@ def build(
 
 
 def decoder_layer(
-    arch: ModelArch, number: int, methods: Methods, kernels: Kernels, with_tokens: bool
-) -> SandwichLayer:
-    kind, sandwich, method = arch.layers[number], arch.sandwich, methods.layers
+    arch: ModelArch, number: int, method: LinearMethod, kernels: Kernels, with_tokens: bool,
+    sources: Ranks = ALONE
+) -> SandwichLayer:  # fmt: skip
+    """`sources`: the ranks that have the keys which a layer reads that is whole on each of them."""
+    kind, sandwich = arch.layers[number], arch.sandwich
     assert sandwich is not None
     attention: nn.Module
     if isinstance(kind, KVReader):
-        attention = ReaderGQA(arch, kind, method, kernels)
+        attention = ReaderGQA(arch, kind, method, kernels, sources)
     else:
         attending = arch.attention(number)
         tied = sandwich.tied_values and attending.window is None

@@ -58,6 +58,7 @@ from mtpserve.runtime.sampling.rules import LogitRules
 from mtpserve.runtime.sampling.sampling import SamplingState
 from mtpserve.runtime.step import Step
 from mtpserve.spec.build import DraftersByShape, make_draft_model, make_drafter, reduced_head
+from mtpserve.spec.draft.frozen import passes_of
 from mtpserve.spec.draft.history import FeatureHistory
 from mtpserve.spec.draft.passes import DraftPasses
 from mtpserve.spec.draft.propose import propose
@@ -68,8 +69,7 @@ from mtpserve.spec.verify.thresholds import Thresholds
 
 log = logging.getLogger(__name__)
 
-# On a CPU a step takes as long as it has rows: a long prompt gets a part of them. On a GPU few rows take as
-# long as many.
+# On a CPU a step takes as long as it has rows: a long prompt gets some. On a GPU few take as long.
 CPU_LONG = 8
 
 # kernels of each backend, imported only where they run
@@ -196,7 +196,7 @@ def draft_passes(
     names in KERNELS."""
     arch, width = (
         model.arch,
-        draft_model.features.width(model.arch.hidden, model.arch.residual // model.arch.hidden),
+        draft_model.features.kept_width(model.arch.hidden, model.arch.residual // model.arch.hidden),
     )
     boundary = deferred = history = None
     if width:
@@ -216,7 +216,7 @@ def draft_passes(
     attention = BACKENDS.get(options.backend)(draft_stores, arch.heads, scale)
     reduced = reduced_head(model, draft_model, options.token_map)
     positions = partial(kernels.get("draft_positions", draft_positions), page_size=sizes.page_size)
-    return DraftPasses(
+    return passes_of(draft_model)(
         draft_model, attention, positions, boundary, reduced, kernels.get("propose", propose), deferred,
         history, drafts.steps,
         kernels.get("draft_chain"),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mtpserve.core.arch.model import Attention, KVReader, ModelArch
 from mtpserve.core.protocols.attention import Context
 from mtpserve.core.protocols.linear import LinearMethod
+from mtpserve.core.protocols.parallel import ALONE, Ranks
 from mtpserve.layers.kernels import HeadNorms, Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.norm import RMSNorm
@@ -48,10 +49,15 @@ class NormedValueGQA(nn.Module):
 
 
 class ReaderGQA(nn.Module):
-    """Queries alone: keys and values are those that another layer has stored for the same rows."""
+    """Queries alone: keys and values are those that another layer has stored. `sources`: the ranks that have
+    a part of these each, where every rank has all queries."""
 
-    def __init__(self, arch: ModelArch, kind: KVReader, method: LinearMethod, kernels: Kernels) -> None:
+    def __init__(
+        self, arch: ModelArch, kind: KVReader, method: LinearMethod, kernels: Kernels,
+        sources: Ranks = ALONE
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.sources = sources
         self.dim, self.kernels = kind.kind.kv.key_dim, kernels
         self.in_window = kind.kind.window is not None and arch.window_rope is not None
         numbers = arch.heads_of(kind.kind) * self.dim
@@ -62,8 +68,11 @@ class ReaderGQA(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden]"""
-        q = self.queries(x, rotation.in_window if self.in_window else rotation)
-        return self.kernels.ranks.sum(self.out(context.attend(q).flatten(1)))
+        q, ranks = self.queries(x, rotation.in_window if self.in_window else rotation), self.sources
+        if ranks.size > 1:
+            q = q.chunk(ranks.size, 1)[ranks.rank]
+        attended = context.attend(q).flatten(1)
+        return self.kernels.ranks.sum(self.out(attended if ranks.size == 1 else ranks.gather(attended)))
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
         """→ [T, heads, dim], normed and rotated."""
