@@ -38,7 +38,7 @@ from mtpserve.weights.checkpoint.hf import read_config
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Rule
 
-FEATURES = Features(last="post", kept=False)
+FEATURES = Features(last="post", has_boundary=False)
 
 
 class ClustersArch(NamedTuple):

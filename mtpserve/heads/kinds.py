@@ -21,9 +21,10 @@ HEADS = {
 }  # fmt: skip
 STANDALONE, FROZEN = "STANDALONE", "FROZEN_KV_MTP"
 # Parts of what the config says, then names of tensors: the first that is there decides.
-SAID = {"eagle3": "EAGLE3", "medusa": "MEDUSA", "dflash": "DFLASH", "nextn": "NEXTN"} | dict.fromkeys(
-    ("gemma4assistant", "gemma4unifiedassistant", "gemma4_assistant", "gemma4_unified_assistant"), FROZEN
-)
+SAID = {
+    "eagle3": "EAGLE3", "medusa": "MEDUSA", "dflash": "DFLASH", "nextn": "NEXTN",
+    "gemma4assistant": FROZEN, "gemma4unifiedassistant": FROZEN,
+}  # fmt: skip
 NAMED = {
     (
         r"(?:medusa_heads?\.)?\d+\.\d+\.linear\.weight"
@@ -78,8 +79,8 @@ def require_kind(algorithm: str, directory: Path) -> None:
     ):
         return
     # EAGLE has several meanings, and an MTP layer may be a whole model's.
-    own = (STANDALONE, FROZEN)
-    if kind in {"EAGLE": ("EAGLE3", "NEXTN", *own), "MTP": own, "NEXTN": own}.get(algorithm, ()):
+    models = (STANDALONE, FROZEN)
+    if kind in {"EAGLE": ("EAGLE3", "NEXTN", *models), "MTP": models, "NEXTN": models}.get(algorithm, ()):
         return
     what = HEADS.get(kind, "a whole model")
     raise ConfigError(

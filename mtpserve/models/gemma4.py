@@ -109,7 +109,7 @@ def kinds(config: HFConfig, kv: KVLayout) -> Sequence[LayerKind]:
     types = gqa.layer_types(config) or [gqa.SLIDING if (i + 1) % 6 else gqa.FULL for i in range(layers)]
     types[-1] = gqa.FULL  # as in transformers
     window = config.get_int("sliding_window", 1024 if unified(config) else 512, at_least=1)
-    own = [
+    storing = [
         Attention(layout(config, kv, number, name), window if name == gqa.SLIDING else None)
         for number, name in enumerate(types)
     ]
@@ -123,7 +123,8 @@ def kinds(config: HFConfig, kv: KVLayout) -> Sequence[LayerKind]:
     )
     sources = {name: first - 1 - types[:first][::-1].index(name) for name in stored}
     return [
-        KVReader(own[sources[name]], sources[name]) if i >= first else own[i] for i, name in enumerate(types)
+        KVReader(storing[sources[name]], sources[name]) if i >= first else storing[i]
+        for i, name in enumerate(types)
     ]
 
 

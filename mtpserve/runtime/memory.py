@@ -205,7 +205,7 @@ def plan_memory(
     once a request has a penalty, a bias or a grammar. Raises NoRoom where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
-    width = arch.features.kept_width(arch.hidden, arch.residual // arch.hidden)
+    width = arch.features.boundary_width(arch.hidden, arch.residual // arch.hidden)
     boundary, sizes = width * fixed.itemsize, TokenSizes(kv_dtype, fixed.itemsize)
     shares = page_shares(arch, sizes, page_size, scheduler.step_tokens + lookahead)
     routed = token_bytes(config.sampling, arch)

@@ -48,6 +48,7 @@ PUBLISHED: tuple[tuple[str, Values], ...] = (
     (r"glm-?4\.[67]|glm-?5", {"temperature": 1.0, "top_p": 0.95}),
     (r"gpt-oss", {"temperature": 1.0, "top_p": 1.0}),
     (r"mistral-small-3", {"temperature": 0.15}),
+    (r"gemma-?4", {"temperature": 1.0, "top_p": 0.95, "top_k": 64}),
     (r"step-3\.5", {"temperature": 1.0, "top_p": 0.95}),
     (r"ernie-4\.5", {"temperature": 0.8, "top_p": 0.8}),
 )

@@ -33,7 +33,7 @@ from tests.heads.eagles import eagle, eagle3
 from tests.models.chained import step
 from tests.models.checkpoints import deepseek, glm4_moe, glm4_moe_lite, llama, mimo, mistral, qwen2_moe, qwen3
 from tests.models.compressed_checkpoints import deepseek_v4
-from tests.models.gemmas import gemma4, gemma4_small
+from tests.models.gemmas import SMALL, assistant, gemma4, gemma4_small
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
@@ -261,6 +261,13 @@ def test_a_token_map_is_shared(tmp_path: Path, logits: Logits) -> None:
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps([*range(3, 20)]))
     compare(config_of(mimo(tmp_path).directory, replace(MTP, speculative_token_map=str(tokens))), 2, logits)
+
+
+@pytest.mark.parametrize("trunk", [{}, SMALL | {"num_key_value_heads": 2}], ids=["large", "small"])
+def test_each_rank_computes_all_of_an_assistant_from_its_part_of_the_keys(tmp_path: Path, trunk: dict[str, Any], logits: Logits) -> None:
+    pair = assistant(tmp_path / "assistant", gemma4(tmp_path / "target", **trunk), clusters=bool(trunk))
+    spec = replace(MTP, speculative_draft_model_path=str(pair.directory))
+    compare(config_of(pair.trunk.directory, spec), 2, logits)
 
 
 @pytest.mark.parametrize("kind", ["STANDALONE", "EAGLE", "EAGLE3", "MEDUSA", "DFLASH"])

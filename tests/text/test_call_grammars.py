@@ -12,6 +12,7 @@ from mtpserve.core.sampling import GrammarKind, GrammarSpec
 from mtpserve.text.grammars.grammar import GrammarMatcher, LLGuidanceCompiler
 from mtpserve.text.parsers.call_grammar import spelled_by
 from mtpserve.text.parsers.formats.deepseek import CALL, CALL_END, SECTION, SECTION_END, SEPARATOR
+from mtpserve.text.parsers.formats.gemma import THOUGHT
 from mtpserve.text.parsers.formats.harmony import CHANNELS
 from mtpserve.text.parsers.formats.json_calls import Listed
 from mtpserve.text.parsers.reasoning import ALWAYS, ERNIE, SOMETIMES, Opening
@@ -27,6 +28,7 @@ from tests.text.test_parsers import (
     CODER,
     DSML,
     ENTRY,
+    GEMMA,
     GLM,
     HARMONY,
     HERMES,
@@ -40,7 +42,7 @@ from tests.text.test_parsers import (
 MARKERS = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     SECTION, SECTION_END, CALL, CALL_END, SEPARATOR, "｜DSML｜", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>",
-    "<|tool_call_start|>", "<|tool_call_end|>",
+    "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>",
 ]  # fmt: skip
 
 
@@ -89,6 +91,7 @@ WRITTEN = [
     ("llama3_json", LLAMA, f"{LLAMA}; {LLAMA}"),
     ("pythonic", JSON_ARGUMENTS, f"{JSON_ARGUMENTS[:-1]}, {JSON_ARGUMENTS[1:]}"),
     ("lfm2", LFM2_CALL.format(JSON_ARGUMENTS), LFM2_CALL.format(f"{JSON_ARGUMENTS[:-1]}, {JSON_ARGUMENTS[1:]}")),
+    ("gemma4", GEMMA, GEMMA * 2),
     ("mistral", f"[TOOL_CALLS]{LISTED}", f"[TOOL_CALLS][{ENTRY}, {ENTRY}]"),
     (None, LISTED, f"[{ENTRY}, {ENTRY}]"),
 ]
@@ -131,6 +134,44 @@ def test_arguments_of_python_have_their_commas_whichever_are_left_out(vocabulary
         assert vocabulary.takes(matcher, text) is good, text
     with pytest.raises(ValueError, match=r"properties\.a b cannot be"):
         TOOL_CALLS.get("lfm2")(()).grammar([Tool("f", {"properties": {"a b": {}}})], False, vocabulary.spell)
+
+
+def test_what_a_gemma_must_write(vocabulary: Vocabulary) -> None:
+    kinds = {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}, "any": {}, "either": {"type": ["string", "null"]}}}
+    tools = [*TOOLS, Tool("f", kinds)]
+    grammar = TOOL_CALLS.get("gemma4")(tools).grammar(tools, False, vocabulary.spell)
+    thoughts = THOUGHT.front(Opening.MAYBE, vocabulary.spell)
+    quoted = '<|"|>a "b" {<|"|>'
+    for text, good in (
+        ("call:now{}", True),
+        (f"call:get_weather{{city:{quoted}}}", True),
+        (f"call:get_weather{{city:{quoted},wind:true}}", True),
+        (f"call:get_weather{{city:{quoted},}}", False),
+        ("call:get_weather{city:Ulm}", False),
+        ("call:get_weather{days:1}", False),
+        (f"call:save{{text:{quoted},tags:[{quoted},{quoted}],limit:null,place:{{x:1}}}}", True),
+        (f"call:save{{text:{quoted},tags:[{quoted},1]}}", False),
+        (f"call:save{{text:{quoted},tags:[],place:{{}}}}", False),
+        ('call:f{kind:<|"|>b<|"|>}', True),
+        ('call:f{kind:<|"|>c<|"|>}', False),
+        (f"call:f{{any:{{k:[1,{quoted},{{}}]}},either:null}}", True),
+        ("call:f{either:1}", False),
+        ("call:other{}", False),
+    ):
+        for front in ("", "<|channel>thought\na < b\n<channel|>"):
+            matcher = vocabulary.compiler.compile(GrammarSpec("tool_calls", grammar, thoughts))
+            assert vocabulary.takes(matcher, f"{front}<|tool_call>{text}<tool_call|>") is good, text
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}}
+    recursive = node | {"$defs": {"a": node}}
+    for wrong, message in (
+        ({"properties": {"a:b": {}}}, r"properties\.a:b cannot be"),
+        ({"properties": {"a": {"type": "string", "pattern": "x"}}}, r"properties\.a\.pattern cannot be"),
+        ({"properties": {"a": {"type": "array", "minItems": 1}}}, r"properties\.a\.minItems cannot be"),
+        ({"properties": {"a": {"enum": [1, "x"]}}}, r"properties\.a\.enum cannot be"),
+        (recursive, "without an end"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TOOL_CALLS.get("gemma4")(()).grammar([Tool("f", wrong)], False, vocabulary.spell)
 
 
 def test_values_of_dsml_are_text_where_they_can_only_be_strings(vocabulary: Vocabulary) -> None:

@@ -63,6 +63,17 @@ def python(name: str, arguments: Arguments) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
+def gemma(value: Any) -> str:
+    """Keys that are no plain words are written as strings are."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key if key.isidentifier() else gemma(key)}:{gemma(each)}' for key, each in value.items())}}}"
+    return dumped(value)
+
+
 WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "Qwen3, MiMo-7B, Hermes": ("hermes", lambda calls: "\n".join(f"<tool_call>\n{as_object(*call)}\n</tool_call>" for call in calls)),
     "DeepSeek-V3, R1": ("deepseek_v3", lambda calls: SECTION + "\n".join(v3(*call) for call in calls) + SECTION_END),
@@ -79,6 +90,7 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "Llama 3": ("llama3_json", lambda calls: "; ".join(as_object(*call, key="parameters") for call in calls)),
     "Llama 3.2": ("pythonic", lambda calls: f"[{', '.join(python(*call) for call in calls)}]"),
     "LFM2": ("lfm2", lambda calls: f"<|tool_call_start|>[{', '.join(python(*call) for call in calls)}]<|tool_call_end|>"),
+    "Gemma 4": ("gemma4", lambda calls: "".join(f"<|tool_call>call:{name}{gemma(each)}<tool_call|>" for name, each in calls)),
     "Mistral-7B-v0.3": ("mistral", lambda calls: f"[TOOL_CALLS] [{', '.join(as_object(*call, id='abcdefgh9') for call in calls)}]"),
     "Mistral-Small-3.2": (
         "mistral",

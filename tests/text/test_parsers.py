@@ -45,6 +45,7 @@ ENTRY = f'{{"name": "get_weather", "arguments": {CITY}}}'
 
 PYTHON = "[get_weather(city='Ulm', days=2)]"
 LFM = f"<|tool_call_start|>{PYTHON}<|tool_call_end|>"
+GEMMA = '<|tool_call>call:get_weather{city:<|"|>Ulm<|"|>,days:2}<tool_call|>'
 
 ONE = [("get_weather", CITY)]
 SPACED = '{"text": "\\n a\\n"}'
@@ -87,6 +88,14 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     ("lfm2", f"{LFM} The weather", " The weather", ONE),
     ("lfm2", f"<|tool_call_start|>[{ENTRY}, {ENTRY}]<|tool_call_end|>", "", ONE * 2),
+    ("gemma4", f"Hm.\n{GEMMA}{GEMMA}", "Hm.", ONE * 2),
+    ("gemma4", "<|tool_call>call:now{}<tool_call|>", "", [("now", "{}")]),
+    (
+        "gemma4",
+        '<|tool_call>call:save{tags:[],text:<|"|>a "b"}\n<|"|>,<|"|>a:b<|"|>:{x:[null,true,{y:-1.5}]}}<tool_call|>',
+        "",
+        [("save", '{"tags": [], "text": "a \\"b\\"}\\n", "a:b": {"x": [null, true, {"y": -1.5}]}}')],
+    ),
     ("mistral", f"[TOOL_CALLS] [{ENTRY}, {ENTRY}]", "", ONE * 2),
     ("mistral", f"So.[TOOL_CALLS]get_weather[ARGS]{CITY}[TOOL_CALLS]get_weather{CITY}", "So.", ONE * 2),
     ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{CITY}", "", ONE),
@@ -109,6 +118,7 @@ OPEN = "<tool_call>\n<function=get_weather>\n<parameter=city>\n"
 BARE = f"{BEGIN}<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
 # As models write at times, though no template does.
 VARIANTS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("gemma4", "<|tool_call> call: get_weather {city: Ulm , days : None}", "", [("get_weather", '{"city": "Ulm", "days": null}')]),
     ("hermes", f"<tool_call>{ENTRY}\n{NOW}\n</tool_call>", "", BOTH),
     ("hermes", f"<tool_call>\n[{ENTRY}, {NOW}]\n</tool_call>", "", BOTH),
     ("hermes", f"<tool_call>{ENTRY}}}\n</tool_call>", "", ONE),
@@ -258,6 +268,8 @@ THOUGHTS = [
     ("qwen3", Opening.NONE, "<think>a</think>b", "", "<think>a</think>b"),
     ("glm45", Opening.MAYBE, "\n<think></think>\nb <think>c</think>", "", "b <think>c</think>"),
     ("qwen3", Opening.INSIDE, "see <tool_call> or {</think>b", "see <tool_call> or {", "b"),
+    ("gemma4", Opening.MAYBE, "<|channel>thought\na\n<channel|>b", "a", "b"),
+    ("gemma4", Opening.NONE, "b", "", "b"),
     ("ernie45", Opening.INSIDE, "a\n</think>\n\n<response>\nb\n</response>\n", "a", "b"),
     ("ernie45", Opening.INSIDE, "a</think>\n<response><response>b</response> c </response>", "a", "<response>b</response> c"),
     ("ernie45", Opening.INSIDE, "a</think>b</response>", "a", "b</response>"),

@@ -280,12 +280,12 @@ class Features:
     rows: int = 1  # the row's own, those of the row before it, and so on, side by side
     # features of earlier rows are outputs of the draft model's own modules (core.protocols.models.DraftModel)
     chained: bool = False
-    # a page keeps those of its last token, for a request that continues after it
-    kept: bool = True
+    # pages keep those of their last token, for a request that continues after it
+    has_boundary: bool = True
 
-    def kept_width(self, hidden: int, streams: int = 1) -> int:
+    def boundary_width(self, hidden: int, streams: int = 1) -> int:
         """Numbers that a page keeps."""
-        return self.width(hidden, streams) if self.kept else 0
+        return self.width(hidden, streams) if self.has_boundary else 0
 
     def width(self, hidden: int, streams: int = 1) -> int:
         """What comes before the final norm has as many numbers for each of the residual `streams`."""

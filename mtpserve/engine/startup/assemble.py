@@ -196,7 +196,7 @@ def draft_passes(
     names in KERNELS."""
     arch, width = (
         model.arch,
-        draft_model.features.kept_width(model.arch.hidden, model.arch.residual // model.arch.hidden),
+        draft_model.features.boundary_width(model.arch.hidden, model.arch.residual // model.arch.hidden),
     )
     boundary = deferred = history = None
     if width:

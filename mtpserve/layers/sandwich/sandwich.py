@@ -28,7 +28,8 @@ class TokenBlock(nn.Module):
 
     def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
         """x [T, hidden], numbers [T, dim]"""
-        return self.norm(self.out(F.gelu(self.gate(x), approximate="tanh") * numbers))  # type: ignore[no-any-return]
+        gated = F.gelu(self.gate(x), approximate="tanh") * numbers
+        return self.norm(self.out(gated))  # type: ignore[no-any-return]
 
 
 class SandwichLayer(nn.Module):

@@ -39,7 +39,7 @@ class TokenInputs(nn.Module):
 
 
 class TokenRotation(Rotation):
-    """With the numbers of the rows' tokens, [T, layers, dim]."""
+    """A rotation that has the numbers of the rows' tokens [T, layers, dim], too."""
 
     def __init__(self, rope: Rope, positions: Tensor, ids: Tensor, inputs: Tensor) -> None:
         super().__init__(rope, positions, ids)

@@ -4,9 +4,9 @@ from mtpserve.core.registry import Registry
 from mtpserve.text.parsers.reasoning import Thinking
 from mtpserve.text.parsers.tools import CallFormat
 
-JSON, DEEPSEEK, TAGGED, PYTHON, HARMONY = (
+JSON, DEEPSEEK, TAGGED, PYTHON, HARMONY, GEMMA = (
     f"mtpserve.text.parsers.formats.{module}"
-    for module in ("json_calls", "deepseek", "tagged_calls", "python_calls", "harmony")
+    for module in ("json_calls", "deepseek", "tagged_calls", "python_calls", "harmony", "gemma")
 )
 REASONING = "mtpserve.text.parsers.reasoning"
 
@@ -34,6 +34,7 @@ TOOL_CALLS: Registry[type[CallFormat]] = Registry(
             "pythonic llama4_pythonic": f"{PYTHON}:Pythonic",
             "lfm2": f"{PYTHON}:LFM2",
             "openai gpt-oss": f"{HARMONY}:Harmony",
+            "gemma4": f"{GEMMA}:Gemma4",
         }
     ),
 )
@@ -48,6 +49,7 @@ REASONINGS: Registry[Thinking] = Registry(
             ): f"{REASONING}:SOMETIMES",
             "ernie45": f"{REASONING}:ERNIE",
             "openai_gptoss gpt-oss": f"{HARMONY}:CHANNELS",
+            "gemma4": f"{GEMMA}:THOUGHT",
         }
     ),
 )
