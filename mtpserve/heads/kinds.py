@@ -17,7 +17,8 @@ from mtpserve.weights.checkpoint.layouts import NUMBERED, numbers_in
 # By their names in --speculative-algorithm, for people.
 HEADS = {
     "EAGLE3": "an EAGLE-3 head", "EAGLE": "an EAGLE head", "MEDUSA": "Medusa heads",
-    "DFLASH": "a DFlash drafter", "NEXTN": "an MTP layer", "FROZEN_KV_MTP": "a Gemma 4 assistant",
+    "FROZEN_KV_MTP": "a Gemma 4 assistant",
+    "DFLASH": "a DFlash drafter", "NEXTN": "an MTP layer",
 }  # fmt: skip
 STANDALONE, FROZEN = "STANDALONE", "FROZEN_KV_MTP"
 # Parts of what the config says, then names of tensors: the first that is there decides.
