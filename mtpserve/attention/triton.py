@@ -29,7 +29,7 @@ class TritonAttention:
             or (kind.selected is not None and (kind.kv.kind != "mla" or kind.index_dim > 128))
         ):
             return False
-        return kind.kv.key_dim <= (576 if kind.kv.kind == "mla" else 256)
+        return kind.kv.key_dim <= (576 if kind.kv.kind == "mla" else 512)
 
     def plan(self, batch: Batch) -> Contexts[PlannedSpans | SelectedSpans]:
         width = typical_width(len(batch.input_ids), len(batch.req_indices), batch.sample_rows.shape[1])

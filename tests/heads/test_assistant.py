@@ -14,15 +14,22 @@ from torch import Tensor
 from mtpserve.config import SpecConfig
 from mtpserve.core.arch.model import attention_kinds
 from mtpserve.core.errors import ConfigError, MTPServeError
+from mtpserve.core.protocols.parallel import ALONE
 from mtpserve.core.request import Request
-from mtpserve.engine.startup.build import build_engine
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.engine import Engine
+from mtpserve.engine.startup.assemble import assemble
+from mtpserve.engine.startup.build import build_engine, load_part, options_of, sizes_of
 from mtpserve.engine.startup.planning import plan
 from mtpserve.heads.assistant import AssistantModel
+from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.tools.prove.proof import prove
 from tests.heads.test_standalone import GREEDY, config_of, prompts, texts
 from tests.models.checkpoints import llama
 from tests.models.gemmas import SMALL, Pair, assistant, gemma4, successor
 from tests.proof.test_every_family import DRAWS, PROMPTS, write_tokenizer
+from tests.runtime.recorders import Again
+from tests.tiny import prompts as tiny_prompts, run
 
 
 def drafted(path: Path | str, steps: int = 3, algorithm: str = "FROZEN_KV_MTP", **options: Any) -> SpecConfig:
@@ -157,3 +164,20 @@ def test_it_drafts_for_a_gemma_4_alone(tmp_path: Path) -> None:
         plan(config_of(llama(tmp_path / "llama").directory, drafted(pair.directory)))
     with pytest.raises(ConfigError, match="speculative-draft-model-path must be the draft model of FROZEN_KV_MTP"):
         SpecConfig(speculative_algorithm="FROZEN_KV_MTP")
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.thorough)])
+def test_replayed_steps_give_the_same_texts(pair: Pair, backend: str) -> None:
+    """A graph's replay is the step called again; with a step in flight, and with the kernels of a GPU in the interpreter."""
+    planned = plan(config_of(pair.trunk.directory, drafted(pair.directory, 2), attention_backend="reference"))
+    asked = [[token % 24 for token in prompt] for prompt in tiny_prompts(3, longest=9)]
+    params = [SamplingParams(max_tokens=6, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(3)]
+
+    def engine(**more: Any) -> Engine:
+        model = load_part(planned, ALONE, False)[0]
+        return assemble(model, sizes_of(planned), replace(options_of(planned, [], None), poison=True, **more))
+
+    recorder, wanted = Again(), run(engine(), asked, params)
+    replayed = engine(backend=backend, overlap=1, graphs=lambda step, sampling: StepGraphs(step, sampling, recorder, 4))
+    assert run(replayed, asked, params) == wanted
+    assert len(recorder.replayed) > 3 and replayed.stats.draft_tokens_total > 10

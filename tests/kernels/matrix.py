@@ -85,6 +85,8 @@ def attention(target: str) -> None:
     spans(16, 1, 64, 8, bf16, True, 4, 128)
     spans(64, 8, 64, 1, bf16, False, 8, 64, window=128, sinks=True)
     spans(64, 8, 64, 4, bf16, True, 1, 64, sinks=True)
+    spans(32, 4, 512, 1, bf16, False, 8, 64)
+    spans(32, 4, 512, 4, bf16, True, 1, 16, shift=1)
     spans(16, 1, 576, 1, bf16, False, 8, 64, latent=True)
     spans(16, 1, 576, 1, bf16, False, 1, 64, latent=True, shift=1)
     # Every tile that is ever chosen, with everything that costs registers: launches that are alike are compiled once.
@@ -93,7 +95,7 @@ def attention(target: str) -> None:
             continue
         for requests, width in product((2, FEW), range(1, 130)):
             for tree, window in ((True, 1000), (True, 0), (False, 0)):
-                for dim in (128, 256, 576):
+                for dim in (128, 256, 512, 576):
                     more: dict[str, Any] = {"window": window, "shift": int(window > 0), "requests": requests}
                     spans(1, 1, dim, width, dtype, tree, 8, 64, latent=dim == 576, stored=stored, **more)
 

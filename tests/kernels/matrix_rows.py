@@ -24,7 +24,9 @@ def norms(dtype: torch.dtype) -> None:
 
 def grouped_heads(stored: torch.dtype, dtype: torch.dtype, interleaved: bool) -> None:
     """Each shape with a norm or without, in turn: of numbers stored in order those that are not of interleaved ones."""
-    for number, (heads, kv_heads, dim, rope) in enumerate(((32, 8, 128, 128), (14, 2, 64, 64), (16, 2, 256, 64), (96, 8, 128, 64))):
+    for number, (heads, kv_heads, dim, rope) in enumerate(
+        ((32, 8, 128, 128), (14, 2, 64, 64), (16, 2, 256, 64), (96, 8, 128, 64), (32, 4, 512, 512))
+    ):
         cache, table = torch.zeros(64, kv_heads, dim, dtype=stored), torch.zeros(64, rope // 2)
         qkv = torch.zeros(4, heads + 2 * kv_heads, dim, dtype=dtype)
         norm = qkv[0, 0] if (number % 2 == 0) == interleaved else None

@@ -36,7 +36,7 @@ def test_tiles_follow_the_spans_that_are_most() -> None:
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "page"),
-    [(1, 1, 64, 16), (4, 4, 64, 64), (6, 2, 80, 16), (7, 1, 128, 32), (16, 1, 64, 128), (10, 2, 96, 16), (4, 2, 256, 16)],
+    [(1, 1, 64, 16), (4, 4, 64, 64), (6, 2, 80, 16), (7, 1, 128, 32), (16, 1, 64, 128), (10, 2, 96, 16), (4, 2, 256, 16), (4, 2, 512, 16)],
 )
 def test_grouped_heads(device: torch.device, heads: int, kv_heads: int, dim: int, page: int, splits: int, tree: bool) -> None:
     case = Case(kv_heads, dim, dim, page, tree=tree)

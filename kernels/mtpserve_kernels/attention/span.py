@@ -49,6 +49,7 @@ PARTS_PER_LOAD = tl.constexpr(8)  # parts that combine_kernel reads at a time
 LAST_SPLITS, LAST_BYTES = 16, 128 << 10
 LAST_NUMBERS = tl.constexpr(4096)  # of one of these parts: more, in 4 warps, would not fit the registers
 STAGES = 5
+WIDE_SHARED = 150 << 10  # bytes of shared memory that all stages of heads of 512 numbers need
 LATENT_SHARED = {16: 168 << 10, 32: 188 << 10}  # bytes of two buffers of 64 latent keys, and so many queries: more than sm_80 has
 # Requests x key heads below which little runs at once, so that programs with fewer rows and keys end sooner. On an H200 a latent request
 # of 256 keys took 8.7 us instead of 12.3, and four rows of 8 heads each with 64 wide keys 7.6 instead of 10.4.
@@ -287,16 +288,20 @@ def tiling(
     512 wide, and 64 rows of it fit nowhere, so that two tiles read the same keys, the second from the cache. float32 has no matrix
     unit of its own precision: its tiles are small. Five stages are two buffers of keys: the page number takes one, its use another.
     """
+    wide_heads = key_dim > 256 and not latent
     if hip:
-        return SpanTiling(16 if rows <= 16 or q_bytes == 4 else 32, 16 if latent else 32, 4, 1)
+        BM = 16 if rows <= 16 or q_bytes == 4 or wide_heads else 32
+        return SpanTiling(BM, 16 if latent or wide_heads else 32, 8 if wide_heads and q_bytes < 4 else 4, 1)
     if q_bytes == 4:
-        return SpanTiling(16, 16, 8 if latent else 4, 1)
+        return SpanTiling(16, 16, 8 if latent or wide_heads else 4, 1)
     if latent:
         BM = 16 if rows <= 16 or spans < FEW else 32
         wide = cache_bytes > 1 and shared >= LATENT_SHARED[BM] and not (rows <= 16 and spans < FEW)  # one program on a processor
         if BM == 16:
             return SpanTiling(16, 64 if wide else 32, 8, STAGES, registers=255 if wide or spans < FEW else None)
         return SpanTiling(32, 16 if cache_bytes == 1 else 64 if wide else 32, 8, STAGES)
+    if wide_heads:
+        return SpanTiling(16, 16, 4, 2) if cache_bytes == 1 else SpanTiling(16, 32, 8, STAGES if shared >= WIDE_SHARED else 3)
     if key_dim > 128:
         return SpanTiling(32, 32, 4, 2) if cache_bytes == 1 else SpanTiling(16 if rows <= 16 else 32, 32, 4, STAGES)
     BM = min(max(16, triton.next_power_of_2(rows)), 64)
