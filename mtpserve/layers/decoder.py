@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import torch
@@ -212,17 +211,15 @@ class DecoderModel(nn.Module):
             block if isinstance(block, nn.Module) else DecoderLayer(arch, *block, kernels) for block in blocks
         )
         self.norm = norm_after(arch, kernels)
-        own_head = partial(VocabularyHead, arch.hidden, arch.vocab, methods.head, kernels.ranks)
-        self.head: VocabularyHead | TiedHead = (
-            TiedHead(self.embed, methods.head) if arch.tied_head else own_head()
-        )
+        self.head: VocabularyHead | TiedHead = TiedHead(self.embed, methods.head)
+        if not arch.tied_head:
+            self.head = VocabularyHead(arch.hidden, arch.vocab, methods.head, kernels.ranks)
         self.rope: nn.Module = Rope(arch.rope, positions, dtype, arch.window_rope)
         self.mtp_head: nn.Module | None = None  # the checkpoint's own MTP layers, see layers/mtp_modules
         self.draft: nn.Module | None = None  # a draft model of another kind, see heads/
         self.kernels = kernels
-        self.subset_heads: list[
-            tuple[Tensor, VocabularyHead]
-        ] = []  # copies of the head's rows of these tokens
+        # copies of the head's rows of these tokens
+        self.subset_heads: list[tuple[Tensor, VocabularyHead]] = []
         self.run_layers: RunLayers
 
     def finish_loading(self) -> None:
@@ -241,8 +238,7 @@ class DecoderModel(nn.Module):
         return Hidden(normed, torch.cat(aux_hidden_states, -1))
 
     def logits(self, head: Tensor) -> Tensor:
-        # the module's own call takes as long as a small op
-        return capped(self.head.forward(head, torch.float32), self.arch.logit_cap)
+        return capped(self.head.forward(head, torch.float32), self.arch.logit_cap)  # a module's call is slow
 
     def logits_of(self, tokens: Tensor) -> HeadProduct:
         """Returns the product for drafting: `logits` of these tokens [n] alone, [rows, hidden] → [rows, n]

@@ -137,11 +137,9 @@ class EngineOptions:
     fingerprint: bytes | None = b""  # all that KV depends on besides tokens; None: no prefix cache
     below: TierOptions = field(default_factory=TierOptions)  # the device
     observer: CacheObserver | None = None
-    floor: float | None = (
-        # share of first drafts that the draft model has accepted at least, see engine/depth/watchdog; None:
-        # nobody watches
-        None
-    )
+    # share of first drafts that the draft model has accepted at least, see engine/depth/watchdog; None:
+    # nobody watches
+    floor: float | None = None
     adapters: DeviceAdapters | None = None  # of the model's layers
     poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
     routing: RoutingRecord | None = None  # the trunk's; None: which experts it chooses is not kept
