@@ -21,6 +21,7 @@ from mtpserve.engine.updates.adapter_updates import AdapterUpdates
 from mtpserve.runtime.graphs.graphs import StepGraphs
 from tests.lora.adapters import ASKED, CHAIN, PLAIN, PROMPTS, TREE, Adapter, answers, config_of
 from tests.models.checkpoints import Tiny, deepseek, glm4_moe, mimo
+from tests.models.gemmas import gemma4
 from tests.models.test_tensor_parallel import LARGE
 from tests.ranks import on_ranks, thread_ranks
 from tests.runtime.recorders import Again, runner_of
@@ -151,6 +152,7 @@ def test_exact_mode_is_refused_where_it_is_computed_in_tiles(tiny: Tiny, lora: L
 
 
 def test_a_model_without_layers_that_take_adapters(tmp_path: Path) -> None:
-    made = deepseek(tmp_path / "latent", first_k_dense_replace=0)
-    with pytest.raises(ConfigError, match=r"--enable-lora: no layer of this model \(deepseek.*\) takes adapters"):
-        build_engine(config_of(made.directory, PLAIN, LoRAConfig(enable_lora=True)))
+    for made in (deepseek(tmp_path / "latent", first_k_dense_replace=0), gemma4(tmp_path / "sandwich")):
+        family = made.config["model_type"].partition("_")[0]
+        with pytest.raises(ConfigError, match=rf"--enable-lora: no layer of this model \({family}.*\) takes adapters"):
+            build_engine(config_of(made.directory, PLAIN, LoRAConfig(enable_lora=True)))

@@ -21,6 +21,7 @@ from tests.heads.eagles import eagle3
 from tests.models.chained import step
 from tests.models.checkpoints import deepseek, glm4_moe, llama, mimo, write
 from tests.models.compressed_checkpoints import deepseek_v4
+from tests.models.gemmas import FULL, SLIDING, SMALL, gemma4
 from tests.models.hybrids import nemotron_h, qwen3_5_moe, qwen3_next
 from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
@@ -40,6 +41,7 @@ CASES: list[tuple[Make, dict[str, Any], dict[str, Any]]] = [
     (qwen3_next, {}, {}),
     (nemotron_h, {}, {}),
     (deepseek_v4, {}, {}),
+    (gemma4, SMALL | {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}, {}),
 ]
 THOROUGH: list[tuple[Make, dict[str, Any], dict[str, Any]]] = [
     *((make, {}, {}) for make in (deepseek_v32, ernie, glm4_moe, glm_dsa, mimo, mimo_v2, qwen3_5_moe, step, gpt_oss)),

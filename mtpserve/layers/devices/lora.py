@@ -14,7 +14,7 @@ import torch
 from mtpserve_kernels.lora.reference import RowAdapters
 from torch import Tensor, nn
 
-from mtpserve.core.arch.model import ClampedGate
+from mtpserve.core.arch.gates import ClampedGate, GeluGate
 from mtpserve.core.protocols.attention import Context
 from mtpserve.layers.decoder import DecoderLayer, DecoderModel
 from mtpserve.layers.devices.torch_kernels import pack_layers as one_by_one
@@ -62,7 +62,7 @@ def with_adapters(kernels: Kernels) -> tuple[Kernels, PassAdapters]:
     has one they are replaced by those that call each linear layer."""
     current = PassAdapters()
 
-    def gated(gate_up: Callable[[Tensor], Tensor], x: Tensor, gate: ClampedGate | None) -> Tensor:
+    def gated(gate_up: Callable[[Tensor], Tensor], x: Tensor, gate: ClampedGate | GeluGate | None) -> Tensor:
         if current.rows is None or not isinstance(gate_up, Linear) or gate_up.adapters is None:
             return kernels.gated(gate_up, x, gate)
         # Sums are rounded once, after the gate, as in one call: rows without an adapter are the same.
@@ -90,7 +90,8 @@ def attach(model: DecoderModel, sizes: LoRASizes, current: PassAdapters) -> None
 
 
 def adaptable(layer: nn.Module) -> list[Linear]:
-    assert isinstance(layer, DecoderLayer)
+    if not isinstance(layer, DecoderLayer):
+        return []
     linears = [layer.attention.qkv, layer.attention.out] if isinstance(layer.attention, GQA) else []
     return linears + ([layer.mlp.gate_up, layer.mlp.down] if isinstance(layer.mlp, MLP) else [])
 
