@@ -63,8 +63,8 @@ from mtpserve.server.sglang.parsing import (
     separate_reasoning,
 )
 from mtpserve.server.sglang.weights import (
+    CallDone,
     Checked,
-    Done,
     NewVersion,
     Updated,
     destroy_weights_update_group,
@@ -131,8 +131,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("POST", ("/update_weights_from_disk",), update_weights_from_disk, (Updated,)),
     ("POST", ("/update_weights_from_tensor",), update_weights_from_tensor, (Updated,)),
     ("POST", ("/update_weights_from_distributed",), update_weights_from_distributed, (Updated,)),
-    ("POST", ("/init_weights_update_group",), init_weights_update_group, (Done,)),
-    ("POST", ("/destroy_weights_update_group",), destroy_weights_update_group, (Done,)),
+    ("POST", ("/init_weights_update_group",), init_weights_update_group, (CallDone,)),
+    ("POST", ("/destroy_weights_update_group",), destroy_weights_update_group, (CallDone,)),
     ("GET", ("/get_weights_by_name",), get_weights_by_name, (list[float], list[list[float]])),
     ("POST", ("/get_weights_by_name",), post_get_weights_by_name, (list[float], list[list[float]])),
     ("POST", ("/weights_checker",), weights_checker, (Checked,)),

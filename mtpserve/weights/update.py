@@ -197,9 +197,9 @@ class ServingWeights:
             return
         fmt, shard = placement.format, self._shards[placement.target]
         where = f"{placement.entry.file}: {placement.name}"
-        kept = f"{where}: the model keeps {placement.target} in {numbers.dtype}"
+        storage = f"{where}: the model keeps {placement.target} in {numbers.dtype}"
         if fmt is None:
-            raise LoadError(f"{kept} with scales; send its numbers and scales in that format")
+            raise LoadError(f"{storage} with scales; send its numbers and scales in that format")
         groups: int | None = None  # a scale for each block has fewer rows than the numbers
         if scale.shape[-2] == numbers.shape[-2]:
             groups = scale.shape[-1] * shard.columns // shard.dims[-1].size if scale.shape[-1] > 1 else 1
@@ -207,7 +207,7 @@ class ServingWeights:
         floats = bits == 8 or scale.dtype == torch.float8_e8m0fnu
         has_zeros = placement.target + ZEROS in self._rooms
         if (fmt.bits, fmt.groups, fmt.floats) != (bits, groups, floats) or (fmt.zeros and not has_zeros):
-            raise LoadError(f"{kept} with other scales than those of {fmt.label}")
+            raise LoadError(f"{storage} with other scales than those of {fmt.label}")
 
     def _check_numbers(self, placement: Placement) -> None:
         """Raises LoadError for numbers that are not finite, in the file or in the parameter's dtype."""
@@ -270,10 +270,10 @@ class ServingWeights:
         for name, tensor in parameters(self._live).items():
             yield from tensors_in(name, tensor, seen)
         for part in self._parts.values():
-            for module in part.modules:
-                own = self._live.get_submodule(module)
-                derived = {key: value for key, value in own.__dict__.items() if not key.startswith("_")}
-                yield from tensors_in(module, derived, seen)
+            for name in part.modules:
+                attributes = self._live.get_submodule(name).__dict__.items()
+                derived = {key: value for key, value in attributes if not key.startswith("_")}
+                yield from tensors_in(name, derived, seen)
 
     # -- commit ----------------------------------------------------------------------------------------------
 

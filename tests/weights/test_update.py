@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
@@ -77,6 +79,12 @@ def take(engine: Engine, tensors: dict[str, Tensor]) -> Reply:
     return engine.controls.take(UpdateTensors(tensors))
 
 
+def addresses(engine: Engine) -> dict[str, int]:
+    handler: Any = engine.controls._handlers[CheckWeights]
+    tensors = handler.__self__.weights.tensors()
+    return {name: tensor.data_ptr() for name, tensor in tensors if not tensor.is_mkldnn}
+
+
 def in_parts(engine: Engine, tensors: dict[str, Tensor], size: int = 7) -> Reply:
     """In any order, a few at a time: matrices of one parameter, and a matrix and its scales, come apart."""
     items = list(tensors.items())
@@ -94,7 +102,9 @@ def test_the_model_is_the_one_that_is_loaded_from_them(tmp_path: Path, make: Mak
     engine, fresh = engine_of(tmp_path / "old", **model), engine_of(tmp_path / "new", **model)
     assert differences(model_of(engine), model_of(fresh))
     engine.controls.take(OnEveryRank(CheckWeights("snapshot"))).check()
+    where = addresses(engine)
     assert in_parts(engine, changed(old)).values["waiting"] == []
+    assert addresses(engine) == where, "captured steps and described layers hold them"
     assert not differences(model_of(engine), model_of(fresh))
     engine.controls.take(UpdateWeights(StageCheckpoint(str(tmp_path / "old")), "v3")).check()
     engine.controls.take(OnEveryRank(CheckWeights("compare"))).check()
@@ -138,6 +148,23 @@ def test_a_head_that_was_published_apart(tmp_path: Path) -> None:
     assert differences(model_of(engine), model_of(fresh))
     with pytest.raises(Exception, match="prefix must be one of"):
         engine.controls.take(UpdateWeights(StageCheckpoint(str(tmp_path / "head"), "other:"))).check()
+
+
+def test_a_head_for_frequent_tokens_is_a_copy(tmp_path: Path) -> None:
+    """--speculative-token-map: the copy of these tokens' rows follows the head."""
+    tiny = mimo(tmp_path / "old")
+    write(tmp_path / "new", tiny.config, changed(tiny.tensors))
+    save_file({"tokens": torch.tensor([1, 3, 4, 9])}, tmp_path / "map.safetensors")
+    spec = replace(MTP, speculative_token_map=str(tmp_path / "map.safetensors"))
+    engine, fresh = engine_of(tmp_path / "old", spec), engine_of(tmp_path / "new", spec)
+    assert differences(heads(engine), heads(fresh))
+    take(engine, changed(tiny.tensors)).check()
+    assert len(heads(engine)) == 1 and not differences(heads(engine), heads(fresh))
+
+
+def heads(engine: Engine) -> list[nn.Module]:
+    model: Any = model_of(engine)
+    return [head for _, head in model.subset_heads]
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ class EngineClient(RequestClient, Protocol):
         ...
 
     async def update_weights(self, call: UpdateWeights) -> Reply:
-        """As `control`, once no request runs: new ones wait, unless generation is paused."""
+        """Does what `control` does, once no request runs: new ones wait, unless generation is paused."""
         ...
 
     async def profile(self, change: ProfileChange) -> Seq[ProfileReport]:

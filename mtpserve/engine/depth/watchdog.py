@@ -177,11 +177,12 @@ class Watchdog:
         self._report("weak", f"{summary}: {tally.symptom}; probably {CAUSES}")
 
     def renew(self) -> None:
-        """The weights are new: nothing that was measured counts, and the engine's own requests come at
-        once."""
+        """The weights are new: what was measured is void, and the engine's own requests come at once."""
         self._window, self._since_good = FirstDrafts(self.config), FirstDrafts(self.config)
         self.best_rate, self._next_s, self._doubt = 0.0, 0.0, self._armed
         self._retry_interval_s = self.config.retry_interval_s
+        if self._self_check is not None:
+            self._self_check.tally = FirstDrafts(self.config)
 
     # ---------------------------------------------------------------------------------------------- each step
 

@@ -338,7 +338,7 @@ class Replicas:
         return first
 
     async def update_weights(self, call: UpdateWeights) -> Reply:
-        """As `control`, once no request runs: new ones wait, unless generation is paused."""
+        """Does what `control` does, once no request runs: new ones wait, unless generation is paused."""
         async with self._update:
             self._updating = True
             try:

@@ -28,24 +28,24 @@ from mtpserve.core.protocols.control import (
 from mtpserve.engine.process.controls import Controls
 from mtpserve.runtime.parallel.weight_group import WeightGroup
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
-from mtpserve.weights.checkpoint.layouts import with_mtp_layers
 from mtpserve.weights.update import NamedTensors, ServingWeights, StagedUpdate
 
 
 class RankWeights:
     """Registers itself with the process's controls. `make` gives the weights when they are first needed; it
-    raises InvalidRequest where they cannot change. `num_layers`: of the trunk."""
+    raises InvalidRequest where they cannot change. `open_directory`: reads a
+    checkpoint's headers."""
 
     def __init__(
         self,
         controls: Controls,
         make: Callable[[], ServingWeights],
-        num_layers: int,
+        open_directory: Callable[[Path], Checkpoint],
         device: torch.device,
         number: int,
     ) -> None:
         """`number`: of the process among the ranks of all engines."""
-        self._make, self._num_layers, self._device, self._number = make, num_layers, device, number
+        self._make, self._open, self._device, self._number = make, open_directory, device, number
         self._groups: dict[str, WeightGroup] = {}
         self._snapshot: dict[str, str] | None = None  # checksums, by name
         self._weights: ServingWeights | None = None
@@ -82,9 +82,8 @@ class RankWeights:
 
     def stage_checkpoint(self, call: StageCheckpoint) -> Reply:
         """Raises InvalidRequest, LoadError."""
-        weights, checkpoint = self.weights, Checkpoint.open(Path(call.model_path))
-        checkpoint, _ = with_mtp_layers(checkpoint, self._num_layers)
-        return self._reply(weights.stage_checkpoint(checkpoint, call.prefix))
+        weights = self.weights
+        return self._reply(weights.stage_checkpoint(self._open(Path(call.model_path)), call.prefix))
 
     def stage_broadcast(self, call: StageBroadcast) -> Reply:
         """Raises InvalidRequest, LoadError."""

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from safetensors.torch import save
 
-from mtpserve.core.errors import EngineDead
+from mtpserve.core.errors import EngineDead, LoadError
 from mtpserve.core.protocols.control import (
     Calls,
     CommitWeights,
@@ -25,6 +25,7 @@ from mtpserve.engine.engine import Engine
 from mtpserve.engine.updates.rank_weights import RankWeights
 
 log = logging.getLogger(__name__)
+MOST_BYTES = 3 << 30  # a message to another rank has 4 GiB at most
 
 
 class WeightUpdates:
@@ -64,6 +65,8 @@ class WeightUpdates:
             staged = self._weights.stage_tensors(call.tensors)
         else:
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in call.tensors.items()}
+            if sum(tensor.nbytes for tensor in tensors.values()) > MOST_BYTES:
+                raise LoadError(f"{', '.join(tensors)}: other ranks take 3 GiB at once, and no more")
             staged = self._on_every_rank(StageTensors([save(tensors)]))
         return self._written(staged, call.weight_version)
 

@@ -8,7 +8,6 @@ process group of that name, apart from the default one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,16 +16,16 @@ from torch.distributed import PrefixStore, TCPStore, distributed_c10d as c10d  #
 
 from mtpserve.core.errors import InvalidRequest
 
-JOIN_S = 300.0  # how long the members wait for each other, and for a tensor
+# five minutes: how long the members wait for each other, and for a tensor
+PATIENCE = c10d.default_pg_timeout / 6
 
 
 class WeightGroup:
     """`rank`: of this process. Returns when all `size` have joined. Raises InvalidRequest."""
 
     def __init__(self, address: str, port: int, rank: int, size: int, name: str, backend: str) -> None:
-        timeout = timedelta(seconds=JOIN_S)
         try:
-            store = TCPStore(address, port, size, is_master=False, timeout=timeout)
+            store = TCPStore(address, port, size, is_master=False, timeout=PATIENCE)
             members: Any = c10d._new_process_group_helper(
                 size,
                 rank,
@@ -34,7 +33,7 @@ class WeightGroup:
                 c10d.Backend(backend),
                 PrefixStore(name, store),
                 c10d.GroupName(name),
-                timeout=timeout,
+                timeout=PATIENCE,
             )
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]

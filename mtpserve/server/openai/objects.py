@@ -60,7 +60,7 @@ class CompletionChoice(Rendered, kw_only=True):
 
 
 class AnswerMetadata(Rendered):
-    """As SGLang has it."""
+    """The field is SGLang's."""
 
     weight_version: str  # of the weights that the answer ended with
 

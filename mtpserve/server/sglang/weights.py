@@ -31,6 +31,7 @@ from mtpserve.server.schema.base import Strict
 PICKLE = b"\x80"  # how every pickle begins since its second protocol
 SHOWN = 3  # names in a message
 MOST = 1 << 31  # of a number that is handed on
+MOST_TEXT = 4 << 30  # of base64: a message between processes has 4 GiB at most
 
 Version = Annotated[str, Field(min_length=1, max_length=256)]
 TensorName = Annotated[str, Field(min_length=1, max_length=512)]
@@ -49,16 +50,16 @@ class Updated(Rendered):
     num_paused_requests: int = 0
 
 
-class Done(Rendered):
+class CallDone(Rendered):
     success: Literal[True]
     message: str
 
 
-class Checked(Done):
+class Checked(CallDone):
     payload: dict[str, dict[str, str]]
 
 
-class NewVersion(Done):
+class NewVersion(CallDone):
     new_version: str
 
 
@@ -73,7 +74,7 @@ class WeightUpdate(Strict):
 class DiskUpdate(WeightUpdate):
     model_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_format: Literal["auto", "safetensors"] | None = None
-    prefix: Literal["", "draft:"] | None = None
+    prefix: Annotated[str, Field(max_length=16)] | None = None
 
 
 class TensorUpdate(WeightUpdate):
@@ -139,14 +140,14 @@ async def init_weights_update_group(service: Served, body: GroupJoined) -> Respo
     have joined."""
     service.check_alive()
     await service.client.control(OnEveryRank(JoinGroup(**body.model_dump())))
-    return JSON(Done(True, f"joined the group {body.group_name}"))
+    return JSON(CallDone(True, f"joined the group {body.group_name}"))
 
 
 async def destroy_weights_update_group(service: Served, body: GroupLeft) -> Response:
     """Leave a trainer's group."""
     service.check_alive()
     await service.client.control(OnEveryRank(LeaveGroup(body.group_name)))
-    return JSON(Done(True, f"left the group {body.group_name}"))
+    return JSON(CallDone(True, f"left the group {body.group_name}"))
 
 
 async def update_weight_version(service: Served, body: VersionChange) -> Response:
@@ -200,7 +201,10 @@ async def updated(
 
 
 def decoded(texts: list[str]) -> list[bytes]:
-    """Raises InvalidRequest for what is not base64, and for a pickle."""
+    """Raises InvalidRequest for what is not base64, for a pickle, and for more than processes can say at
+    once."""
+    if sum(map(len, texts)) > MOST_TEXT:
+        raise InvalidRequest("serialized_named_tensors has more than 3 GiB", "serialized_named_tensors")
     data = []
     for number, text in enumerate(texts):
         where = f"serialized_named_tensors[{number}]"

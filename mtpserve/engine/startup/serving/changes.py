@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,8 @@ from mtpserve.engine.updates.weight_updates import WeightUpdates
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.devices.lora import has_adapters
 from mtpserve.runtime.lora.device_adapters import DeviceAdapters
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.layouts import with_mtp_layers
 from mtpserve.weights.shards import shards_of
 from mtpserve.weights.update import ServingWeights
 
@@ -66,7 +69,11 @@ def rank_weights(controls: Controls, engine_plan: Plan, model: DecoderModel) -> 
 
     config = engine_plan.config
     number = config.replica * config.parallel.ranks + config.rank
-    return RankWeights(controls, make, described.arch.num_layers, engine_plan.device, number)
+
+    def open_directory(path: Path) -> Checkpoint:
+        return with_mtp_layers(Checkpoint.open(path), described.arch.num_layers)[0]
+
+    return RankWeights(controls, make, open_directory, engine_plan.device, number)
 
 
 def take_changes(engine: Engine, engine_plan: Plan, model: DecoderModel, options: EngineOptions) -> None:
