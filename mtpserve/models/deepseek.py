@@ -172,8 +172,8 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
     return mtp_layer(prefix, layer_names(arch))
 
 
-def mtp_layer(prefix: str, names: Names) -> list[Rule]:
-    """An MTP layer whose decoder layer has these names, also in other families."""
+def mtp_layer(prefix: str, names: Names, norm: str = r"shared_head\.norm") -> list[Rule]:
+    """An MTP layer whose decoder layer has these names, also in other families. `norm`: its final norm's."""
     return one_layer(prefix, "mtp_head.layer.", names) + one_layer(
         prefix,
         "mtp_head.",
@@ -181,7 +181,7 @@ def mtp_layer(prefix: str, names: Names) -> list[Rule]:
             (r"enorm\.weight", "fusion.embedding_norm.weight", Copy()),
             (r"hnorm\.weight", "fusion.hidden_norm.weight", Copy()),
             (r"eh_proj\.weight", "fusion.project.weight", Copy()),
-            (r"shared_head\.norm\.weight", "norm.weight", Copy()),
+            (norm + r"\.weight", "norm.weight", Copy()),
             (r"embed_tokens\.weight", "", Drop("a copy of the trunk's embedding")),
             (r"shared_head\.head\.weight", "", Drop("a copy of the trunk's head")),
         ],

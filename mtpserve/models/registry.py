@@ -10,6 +10,7 @@ from mtpserve.weights.checkpoint.hf_config import HFConfig
 FAMILIES: Registry[Family] = Registry(
     "architecture",
     {
+        "BailingMoeV2ForCausalLM": "mtpserve.models.bailing_moe_v2:BAILING_MOE_V2",
         "DeepseekV3ForCausalLM": "mtpserve.models.deepseek:DEEPSEEK",
         "DeepseekV3ForCausalLMNextN": "mtpserve.models.deepseek:DEEPSEEK",
         "DeepseekV32ForCausalLM": "mtpserve.models.deepseek_v32:DEEPSEEK_V32",

@@ -316,7 +316,7 @@ def randomise(*modules: nn.Module, seed: int) -> None:
         if not tensor.is_floating_point():
             continue
         if tensor.dim() >= 2:
-            tensor.normal_(0, 1 if "embed_tokens" in name else max(tensor.shape[-1], 1) ** -0.5)
+            tensor.normal_(0, 1 if "embed" in name else max(tensor.shape[-1], 1) ** -0.5)
         else:
             tensor.normal_(1 if "norm" in name else 0, 0.2)
 

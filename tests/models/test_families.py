@@ -24,6 +24,7 @@ from tests.models.checkpoints import YARN, Tiny, glm4_moe, glm4_moe_lite, llama,
 from tests.models.compressed_checkpoints import HEAVY, SPARSE, deepseek_v4
 from tests.models.gemmas import SMALL, gemma4, gemma4_small
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
+from tests.models.ling import ling
 from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 from tests.models.test_parity import CUTS, FEW, compare
@@ -179,6 +180,20 @@ TRUNKS: dict[str, tuple[Make, dict[str, Any]]] = {
             },
         },
     ),
+    "ling 2.0": (ling, {}),
+    "ling 2.0, biases, no norms, yarn, tied head": (
+        ling,
+        {
+            "use_qkv_bias": True,
+            "use_qk_norm": False,
+            "tie_word_embeddings": True,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+    ),
+    "ling 2.0, all groups, two shared experts, fp8": (
+        ling,
+        {"fp8": True, "hidden_size": 160, "topk_group": 4, "num_shared_experts": 2, "norm_topk_prob": False, "head_dim": 16},
+    ),
     "glm 4.7 flash": (glm4_moe_lite, {}),
     "glm 4.7 flash, named layers dense": (glm4_moe_lite, {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None}),
     "glm 5": (glm_dsa, {"indexer_types": None, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
@@ -217,7 +232,7 @@ SHAPES = [
 
 
 WITHOUT_MTP = [llama, mistral, gpt_oss, gemma4, gemma4_small, qwen2, qwen2_moe, qwen3, qwen3_moe]
-WITH_MTP = [qwen3_next, qwen3_5, qwen3_5_moe, nemotron_h, glm4_moe, glm4_moe_lite, deepseek_v32, glm_dsa, ernie, mimo_v2, step]
+WITH_MTP = [qwen3_next, qwen3_5, qwen3_5_moe, nemotron_h, glm4_moe, glm4_moe_lite, deepseek_v32, glm_dsa, ernie, mimo_v2, step, ling]
 
 
 KEYS = [*((make, "auto") for make in (*WITHOUT_MTP, *WITH_MTP)), (deepseek_v32, "fp8_e4m3")]
@@ -372,6 +387,11 @@ def test_an_mtp_layer_of_other_blocks_is_refused(tmp_path: Path, wrong: dict[str
         (deepseek_v4, {"n_shared_experts": 2}, "n_shared_experts = 2 is not supported; supported: 1"),
         (deepseek_v4, {"scoring_func": "softmax"}, "scoring_func must be one of sqrtsoftplus, sigmoid"),
         (glm4_moe_lite, {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of num_hidden_layers = 3 names"),
+        (ling, {"use_bias": True}, "use_bias = true is not supported; supported: false"),
+        (ling, {"score_function": "softmax"}, 'score_function = "softmax" is not supported; supported: sigmoid'),
+        (ling, {"moe_router_enable_expert_bias": False}, "moe_router_enable_expert_bias = false is not supported; supported: true"),
+        (ling, {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}, 'type = "mrope" is not supported'),
+        (ling, {"architectures": ["BailingMoeV2_5ForCausalLM"]}, 'architectures = .*"BailingMoeV2_5ForCausalLM".* is not supported'),
     ],
 )
 def test_what_is_wrong_with_a_config_is_said(tmp_path: Path, make: Make, wrong: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,6 +35,7 @@ from tests import selection
 from tests.models.chained import STEP35_FLASH, Text, step_modules, step_names
 from tests.models.checkpoints import MTP, renamed
 from tests.models.compressed_checkpoints import MATRICES, V4MTP, longer, published_name
+from tests.models.ling import LING_MINI, Whole, ling_next
 from tests.models.published_configs import (
     DEEPSEEK_V3,
     DEEPSEEK_V4_FLASH,
@@ -163,20 +165,27 @@ AS_PUBLISHED = {
     "Nemotron-3-Nano-30B-A3B": Published(NEMOTRON_3_NANO, None),
     "Nemotron-3-Super-120B-A12B, 11 layers": Published(NEMOTRON_3_SUPER, None, nemotron),
     "MiMo-7B": Published(MIMO_7B, None, mimo, like="qwen2"),
+    "Ling-mini-2.0": Published(LING_MINI, 16_255_643_392, ling_next),
     "Qwen1.5-MoE-A2.7B": Published(QWEN15_MOE, 14_315_784_192),
 }
 PUBLISHED = AS_PUBLISHED if selection.ALL else {name: with_few_experts(published) for name, published in AS_PUBLISHED.items()}
 
 
+# Of Step-3.5 transformers has the text model as a part of one that sees pictures, and nothing of Ling 2.0.
+OURS: dict[str, Any] = {"bailing_moe": Whole}
+MODELS = OURS | {"step3p5": Text}
+
+
 def tensors(published: Published) -> tuple[Shapes, Shapes]:
     """Names and shapes of the trunk's, and of the MTP layers'."""
     known = {key: value for key, value in published.config.items() if key not in ("architectures", "model_type")}
-    config = AutoConfig.for_model(published.like or published.config["model_type"], **known)
+    kind = published.like or published.config["model_type"]
+    config: Any = SimpleNamespace(model_type=kind, **known) if kind in OURS else AutoConfig.for_model(kind, **known)
     with torch.device("meta"):
-        # Of Step-3.5 transformers has the text model as a part of one that sees pictures.
-        model = Text(config) if config.model_type == "step3p5" else AutoModelForCausalLM.from_config(config)
+        model = MODELS[kind](config) if kind in MODELS else AutoModelForCausalLM.from_config(config)
         found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         own = {} if published.mtp is None else published.mtp(config, found)
+        found = {name: shape for name, shape in found.items() if name not in own}
     if config.tie_word_embeddings:
         del found["lm_head.weight"]
     names = {"gpt_oss": in_mxfp4, "step3p5": step_names, "deepseek_v4": of_v4}.get(published.config["model_type"], parts)
@@ -196,7 +205,7 @@ def parts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]
     for ours, published in RENAMED.items():
         name = re.sub(ours, published, name)
     start, dot, kind = name.partition(".experts.")
-    if not dot:
+    if not dot or len(shape) < 3:
         return [(name, shape)]
     experts, rows, columns = shape
     matrices = {"gate_proj": rows // 2, "up_proj": rows // 2} if kind == "gate_up_proj" else {kind: rows}

@@ -35,6 +35,7 @@ from tests.models.checkpoints import deepseek, glm4_moe, glm4_moe_lite, llama, m
 from tests.models.compressed_checkpoints import deepseek_v4
 from tests.models.gemmas import SMALL, assistant, gemma4, gemma4_small
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
+from tests.models.ling import ling
 from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 from tests.models.test_families import SEVERAL_BLOCKS, Make
@@ -91,6 +92,7 @@ MORE: dict[str, tuple[Make, dict[str, Any], int, SpecConfig]] = {
     "deepseek v3.2": (deepseek_v32, HEADS, 4, TREE),
     "glm 5.2": (glm_dsa, HEADS, 2, MTP),
     "glm 4.7 flash": (glm4_moe_lite, HEADS, 2, MTP),
+    "ling 2.0": (ling, {"use_qkv_bias": True}, 2, TREE),
     "deepseek v4": (deepseek_v4, {}, 2, MTP),
     "glm, float8 in whole blocks": (glm4_moe, LARGE, 2, MTP),
     "glm, float8 in parts of blocks": (glm4_moe, {"fp8": True, "hidden_size": 160}, 2, PLAIN),

@@ -16,11 +16,12 @@ from tests.models.chained import step
 from tests.models.checkpoints import deepseek, glm4_moe, glm4_moe_lite, mimo
 from tests.models.compressed_checkpoints import deepseek_v4
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
+from tests.models.ling import ling
 from tests.models.own_layouts import ernie, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 
 MAKES = (
-    deepseek, deepseek_v32, deepseek_v4, ernie, glm4_moe, glm4_moe_lite, glm_dsa, mimo, mimo_v2, nemotron_h, qwen3_5, qwen3_5_moe,
+    deepseek, deepseek_v32, deepseek_v4, ernie, glm4_moe, glm4_moe_lite, glm_dsa, ling, mimo, mimo_v2, nemotron_h, qwen3_5, qwen3_5_moe,
     qwen3_next, step,
 )  # fmt: skip
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789"

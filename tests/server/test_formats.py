@@ -69,6 +69,8 @@ CHECKPOINTS: list[tuple[str, str, str, tuple[str, ...], str | None, str | None]]
     ("GLM-4.5", template(GLM45, OFF), "Glm4MoeForCausalLM", ("<tool_call>",), "glm45", "glm45"),
     ("GLM-4.7", template(GLM47, OFF), "Glm4MoeForCausalLM", ("<tool_call>",), "glm47", "glm45"),
     ("GLM-4.7-Flash", template(GLM47, OFF), "Glm4MoeLiteForCausalLM", ("<tool_call>",), "glm47", "glm45"),
+    ("Ling 2.0", template(HERMES), "BailingMoeV2ForCausalLM", ("<tool_call>",), "hermes", "qwen3"),
+    ("Ring 2.0", template(HERMES, "assistant<think>\n"), "BailingMoeV2ForCausalLM", (), "hermes", "deepseek_r1"),
     ("DeepSeek-V3", template(V3_CALL), "DeepseekV3ForCausalLM", (), "deepseek_v3", None),
     ("DeepSeek-R1", template(V3_CALL, "<think>\n", ANSWER), "DeepseekV3ForCausalLM", (), "deepseek_v3", "deepseek_r1"),
     ("an early R1", template(V3_CALL, "assistant:", ANSWER), "DeepseekV3ForCausalLM", (), "deepseek_v3", "deepseek_v3"),
