@@ -24,15 +24,9 @@ class Router(nn.Module):
 
     def __init__(self, hidden: int, arch: MoEArch) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(arch.experts, hidden, dtype=torch.float32), requires_grad=False
-        )
-        biased = arch.router_bias is not None
-        self.bias = (
-            nn.Parameter(torch.empty(arch.experts, dtype=torch.float32), requires_grad=False)
-            if biased
-            else None
-        )
+        number = arch.experts + arch.zero_experts
+        self.weight = in_float32(number, hidden)
+        self.bias = None if arch.router_bias is None else in_float32(number)
 
 
 class Experts(nn.Module):
@@ -104,7 +98,7 @@ def experts_here(hidden: int, kernels: Kernels, layer: int, arch: MoEArch) -> Ex
         return Experts(hidden, arch, kernels.spread.owned(layer, arch.experts))
     ranks = kernels.ranks
     if ranks.size == 1 or not arch.by_rank:
-        return Experts(hidden, arch)
+        return Experts(hidden, arch, first=0 if arch.zero_experts else None)
     num_local_experts = arch.experts // ranks.size
     return Experts(
         hidden,
@@ -171,9 +165,17 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.latent_in is None or self.latent_out is None:
-            return self.kernels.ranks.sum(self.mix(x, *self.choose(x)))
+            weights, topk_ids = self.choose(x)
+            out = self.kernels.ranks.sum(self.mix(x, weights, topk_ids))
+            return out + self.unchanged(x, weights, topk_ids) if self.arch.zero_experts else out
         routed: Tensor = self.latent_out(self.mix(self.latent_in(x), *self.choose(x)))
         return self.kernels.ranks.sum(routed if self.shared is None else routed + self.shared(x))
+
+    def unchanged(self, x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """Returns what the zero-computation experts give, which every rank has whole: x by their weights
+        (LongCat-Flash, https://arxiv.org/abs/2509.01322 §2.1)."""
+        share = weights.masked_fill(topk_ids < self.arch.experts, 0).sum(-1, keepdim=True)
+        return (x.float() * share).to(x.dtype)
 
 
 class TokenRouter(Float32Linear):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mtpserve.core.arch.model import Features, ModelArch
 from mtpserve.core.batch import Hidden
 from mtpserve.core.protocols.attention import Context
-from mtpserve.layers.decoder import DecoderModel, MakeBlock, Methods, MTPHead
+from mtpserve.layers.decoder import DecoderModel, MakeBlock, MakeLayer, Methods, MTPHead
 from mtpserve.layers.kernels import Kernels
 
 
@@ -22,9 +22,11 @@ def decoder(
     dtype: torch.dtype,
     positions: int,
     kernels: Kernels,
+    make_layer: MakeLayer | None = None,
 ) -> DecoderModel:
-    """Returns a model with its MTP layers, if it has any."""
-    model = DecoderModel(arch, make_block, methods, dtype, positions, kernels)
+    """Returns a model with its MTP layers, if it has any. `make_layer`: of the trunk, where a layer is more
+    than its blocks."""
+    model = DecoderModel(arch, make_layer or make_block, methods, dtype, positions, kernels)
     if arch.mtp is not None and arch.mtp.each_depth:
         model.mtp_head = MTPModules(arch, make_block, methods, kernels, model)
     elif arch.mtp is not None:

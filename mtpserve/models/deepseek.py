@@ -142,26 +142,32 @@ def build(
 
 
 def layer_names(arch: ModelArch) -> Names:
+    return attention_names(arch) + gated("mlp", "mlp") + (routed(arch.moe) if arch.moe is not None else [])
+
+
+def attention_names(arch: ModelArch, block: str = "") -> Names:
+    """Returns the names of the attention's tensors and of a layer's norms. `block`: a pattern of what follows
+    the names of the modules in which a layer has several."""
     assert arch.mla is not None
     attention: Names = [
-        (r"self_attn\.kv_a_proj_with_mqa\.weight", "attention.down.weight", Stack(1)),
-        (r"self_attn\.kv_a_layernorm\.weight", "attention.kv_norm.weight", Copy()),
-        (r"self_attn\.kv_b_proj\.weight", "attention.kv_up", Copy()),
-        (r"self_attn\.o_proj\.weight", "attention.out.weight", Copy()),
+        (r"kv_a_proj_with_mqa\.weight", "down.weight", Stack(1)),
+        (r"kv_a_layernorm\.weight", "kv_norm.weight", Copy(times=arch.mla.latent_scale)),
+        (r"kv_b_proj\.weight", "kv_up", Copy()),
+        (r"o_proj\.weight", "out.weight", Copy()),
     ]
     if arch.mla.q_rank is None:
-        attention += [(r"self_attn\.q_proj\.weight", "attention.down.weight", Stack(0))]
+        attention += [(r"q_proj\.weight", "down.weight", Stack(0))]
     else:
         attention += [
-            (r"self_attn\.q_a_proj\.weight", "attention.down.weight", Stack(0)),
-            (r"self_attn\.q_a_layernorm\.weight", "attention.q_norm.weight", Copy()),
-            (r"self_attn\.q_b_proj\.weight", "attention.q_up.weight", Copy()),
+            (r"q_a_proj\.weight", "down.weight", Stack(0)),
+            (r"q_a_layernorm\.weight", "q_norm.weight", Copy()),
+            (r"q_b_proj\.weight", "q_up.weight", Copy()),
         ]
-    norms: Names = [
-        (r"input_layernorm\.weight", "attention_norm.weight", Copy()),
-        (r"post_attention_layernorm\.weight", "mlp_norm.weight", Copy()),
+    return [
+        (rf"input_layernorm{block}\.weight", "attention_norm.weight", Copy()),
+        (rf"post_attention_layernorm{block}\.weight", "mlp_norm.weight", Copy()),
+        *((rf"self_attn{block}\.{name}", f"attention.{target}", how) for name, target, how in attention),
     ]
-    return norms + attention + gated("mlp", "mlp") + (routed(arch.moe) if arch.moe is not None else [])
 
 
 def trunk_rules(arch: ModelArch) -> list[Rule]:

@@ -25,6 +25,8 @@ FAMILIES: Registry[Family] = Registry(
         "GlmMoeDsaForCausalLM": "mtpserve.models.glm_moe_dsa:GLM_MOE_DSA",
         "GptOssForCausalLM": "mtpserve.models.gpt_oss:GPT_OSS",
         "LlamaForCausalLM": "mtpserve.models.llama:LLAMA",
+        "LongcatCausalLM": "mtpserve.models.longcat_flash:LONGCAT_FLASH",
+        "LongcatFlashForCausalLM": "mtpserve.models.longcat_flash:LONGCAT_FLASH",
         "MiMoForCausalLM": "mtpserve.models.mimo:MIMO",
         "MiMoV2ForCausalLM": "mtpserve.models.mimo_v2:MIMO_V2",
         "MiMoV2FlashForCausalLM": "mtpserve.models.mimo_v2:MIMO_V2",

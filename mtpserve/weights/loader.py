@@ -27,7 +27,7 @@ from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.finish import Finisher, inside
 from mtpserve.weights.formats import read_scaled
 from mtpserve.weights.plan import Placement, WeightSource, plan
-from mtpserve.weights.rules import Rule
+from mtpserve.weights.rules import COPY, Rule
 from mtpserve.weights.shards import Shard, clear, shards_of
 
 log = logging.getLogger(__name__)
@@ -139,8 +139,8 @@ def _fill(placement: Placement, shard: Shard, parameter: Tensor, check_finite: b
         if stored is not None:
             stored.widen_to(place, move.taken, shard.columns)
         else:
-            taken = ordered[move.taken]
-            place.copy_(taken.float() + placement.plus if placement.plus else taken)
+            taken, copy = ordered[move.taken], placement.copy
+            place.copy_(taken if copy == COPY else taken.float() * copy.times + copy.plus)
         # The stored numbers are checked, not those in the file: a number can also be too large for the
         # parameter's dtype.
         if check_finite and not all_finite(place):

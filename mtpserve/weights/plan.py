@@ -25,6 +25,7 @@ from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
 from mtpserve.weights.formats import Group, StoredFormat
 from mtpserve.weights.rules import (
+    COPY,
     Arranged,
     Copy,
     Drop,
@@ -96,14 +97,14 @@ class Region:
 @dataclass(frozen=True, slots=True)
 class Placement:
     """One matrix, norm or bias of a checkpoint and its place in the module. `arranged`: it is in another
-    order than the parameter; `plus` is added to it."""
+    order than the parameter; `copy`: what is done with its numbers."""
 
     checkpoint: Checkpoint
     group: Group
     format: StoredFormat | None  # None: one tensor, not quantised
     target: str
     region: Region
-    plus: float = 0.0
+    copy: Copy = COPY
     arranged: Arranged | None = None
 
     @property
@@ -186,12 +187,10 @@ def _place(
     try:
         rule, groups = matcher.match(name)
     except LoadError as error:
-        if (reason := formats.unused(name, checkpoint)) is not None:
-            left_out[reason] += 1
-            return None
-        whole, role = formats.belongs(name)
-        missing = f"{name} is the {role} of {whole}, which is not in the checkpoint"
-        raise LoadError(f"{entry.file}: {error if role == 'plain' else missing}") from None
+        if (reason := formats.unused(name, checkpoint)) is None:
+            raise LoadError(f"{entry.file}: {_unmatched(name, error)}") from None
+        left_out[reason] += 1
+        return None
     if isinstance(rule.how, Drop):
         left_out[rule.how.reason] += 1
         return None
@@ -201,6 +200,9 @@ def _place(
         raise LoadError(f"{entry.file}: {name} belongs to {target}, which this model does not have")
     region = region_of(module, parameter, target, rule.how, groups)
     if region is None:
+        if isinstance(rule.how, Expert) and int(groups["expert"]) < parameter.shape[0] + rule.how.idle:
+            left_out["of experts that compute nothing"] += 1
+            return None
         raise LoadError(f"{entry.file}: {name} is one expert too many, {target} has {parameter.shape[0]}")
     place, arranged = region.of(parameter), rule.how if isinstance(rule.how, Arranged) else None
     format = formats.format_of(
@@ -211,13 +213,8 @@ def _place(
         arranged.chunks if arranged is not None else 0,
     )
     if format is None:
-        _check(
-            name,
-            entry,
-            target,
-            place,
-            tuple(place.shape) if arranged is None else arranged.shape(tuple(place.shape)),
-        )
+        wanted = tuple(place.shape)
+        _check(name, entry, target, place, wanted if arranged is None else arranged.shape(wanted))
     elif arranged is not None:
         # The rows of a quantised matrix are its outputs, whatever those of others are.
         arranged = replace(arranged, turned=False)
@@ -229,8 +226,15 @@ def _place(
         format,
         target,
         region,
-        rule.how.plus if isinstance(rule.how, Copy) else 0.0,
+        rule.how if isinstance(rule.how, Copy) else COPY,
         arranged,
+    )
+
+
+def _unmatched(name: str, error: LoadError) -> str:
+    whole, role = formats.belongs(name)
+    return (
+        str(error) if role == "plain" else f"{name} is the {role} of {whole}, which is not in the checkpoint"
     )
 
 

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Copy:
     """The whole parameter. `plus` is added to what the checkpoint has: some norms multiply by one more than
-    their weight."""
+    their weight. `times`: what it has is multiplied with it."""
 
     plus: float = 0.0
+    times: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,10 @@ class Stack:
 @dataclass(frozen=True, slots=True)
 class Expert:
     """Like Stack, inside one expert of a parameter [experts, rows, columns]; the pattern's group `expert` is
-    its number."""
+    its number. `idle`: so many more experts, which compute nothing, may have tensors."""
 
     part: int = 0
+    idle: int = 0
 
 
 @dataclass(frozen=True, slots=True)

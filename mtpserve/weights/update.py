@@ -32,7 +32,7 @@ from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
 from mtpserve.weights.loader import put
 from mtpserve.weights.parts import Part, Renewal, overwrite, parts_of_module, tensors_in
 from mtpserve.weights.plan import Placement, Region, WeightSource, placements_of, region_of
-from mtpserve.weights.rules import Arranged, Copy, Matcher
+from mtpserve.weights.rules import COPY, Arranged, Copy, Matcher
 from mtpserve.weights.shards import clear, shards_of
 
 FILE = Path("the update")  # in place of a file's name, in messages
@@ -241,8 +241,11 @@ class ServingWeights:
         region = region_of(self._whole, self._parameters[target], target, rule.how, groups)
         if region is None or isinstance(rule.how, Arranged) or self._ranks.size > 1:
             raise LoadError(f"{name}: the model has it in parts, or in another order, and does not say it")
-        plus = rule.how.plus if isinstance(rule.how, Copy) else 0.0
-        values: list[Any] = (self._rows_of(name, target, region, rows).float() - plus).tolist()
+        copy, kept = (
+            rule.how if isinstance(rule.how, Copy) else COPY,
+            self._rows_of(name, target, region, rows),
+        )
+        values: list[Any] = ((kept.float() - copy.plus) / copy.times).tolist()
         return values
 
     def _rows_of(self, name: str, target: str, region: Region, rows: int) -> Tensor:

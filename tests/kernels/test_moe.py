@@ -44,7 +44,7 @@ def test_route(device: torch.device, rows: int, number: int, top: int, groups: i
 
 
 @pytest.mark.parametrize("kind", ["choice", "logits"])
-@pytest.mark.parametrize(("rows", "number", "top"), [(1, 8, 2), (5, 33, 3), (37, 64, 6)])
+@pytest.mark.parametrize(("rows", "number", "top"), [(1, 8, 2), (5, 33, 3), (37, 64, 6), (3, 768, 12)])
 def test_a_softmax_with_a_bias(device: torch.device, rows: int, number: int, top: int, kind: str) -> None:
     x, weight, bias = numbers(device, rows, 100), numbers(device, number, 100) / 10, numbers(device, number, seed=1) / 5
     of_choice, of_logits = (bias / 10, None) if kind == "choice" else (None, bias)

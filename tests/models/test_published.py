@@ -36,6 +36,7 @@ from tests.models.chained import STEP35_FLASH, Text, step_modules, step_names
 from tests.models.checkpoints import MTP, renamed
 from tests.models.compressed_checkpoints import MATRICES, V4MTP, longer, published_name
 from tests.models.ling import LING_MINI, Whole, ling_next
+from tests.models.longcat import LONGCAT_FLASH_CHAT, longcat_next
 from tests.models.published_configs import (
     DEEPSEEK_V3,
     DEEPSEEK_V4_FLASH,
@@ -165,6 +166,7 @@ AS_PUBLISHED = {
     "Nemotron-3-Nano-30B-A3B": Published(NEMOTRON_3_NANO, None),
     "Nemotron-3-Super-120B-A12B, 11 layers": Published(NEMOTRON_3_SUPER, None, nemotron),
     "MiMo-7B": Published(MIMO_7B, None, mimo, like="qwen2"),
+    "LongCat-Flash-Chat": Published(LONGCAT_FLASH_CHAT, None, longcat_next),
     "Ling-mini-2.0": Published(LING_MINI, 16_255_643_392, ling_next),
     "Qwen1.5-MoE-A2.7B": Published(QWEN15_MOE, 14_315_784_192),
 }
@@ -188,6 +190,9 @@ def tensors(published: Published) -> tuple[Shapes, Shapes]:
         found = {name: shape for name, shape in found.items() if name not in own}
     if config.tie_word_embeddings:
         del found["lm_head.weight"]
+    if kind == "longcat_flash":  # transformers has a first matrix for experts that compute nothing, too
+        kept = config.n_routed_experts
+        found = {name: (kept, *shape[1:]) if name.endswith("experts.gate_up_proj") else shape for name, shape in found.items()}
     names = {"gpt_oss": in_mxfp4, "step3p5": step_names, "deepseek_v4": of_v4}.get(published.config["model_type"], parts)
     trunk, mtp = (dict(part for name, shape in shapes.items() for part in names(name, shape)) for shapes in (found, own))
     return trunk, mtp

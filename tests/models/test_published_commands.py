@@ -38,7 +38,8 @@ def total(report: dict[str, Any], column: str, *, mtp: bool) -> int:
 def test_inspect(tmp_path: Path, published: Published, capsys: pytest.CaptureFixture[str]) -> None:
     trunk, mtp = tensors(published)
     write(tmp_path, published.config, trunk | mtp)
-    layers, has_mtp = published.config["num_hidden_layers"], published.mtp is not None
+    config, has_mtp = published.config, published.mtp is not None
+    layers = config["num_hidden_layers"] if "num_hidden_layers" in config else 2 * config["num_layers"]
     report = inspected(tmp_path, capsys, *(PLAIN if has_mtp else ()))
     assert (report["mtp_prefix"] is not None) == has_mtp == (report["arch"]["mtp"] is not None)
     assert len(report["arch"]["layers"]) == layers + (0 if report["arch"]["mtp"] is None else report["arch"]["mtp"]["layers"])
@@ -98,14 +99,15 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 299, "num_attention_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 16, "hybrid_override_pattern": "ME*M", "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
     "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 32,
-    "o_groups": 2, "o_lora_rank": 16, "index_head_dim": 16,
+    "o_groups": 2, "o_lora_rank": 16, "index_head_dim": 16, "num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32,
+    "zero_expert_num": 8, "moe_topk": 5,
 }  # fmt: skip
 
 
 def twin(config: dict[str, Any]) -> dict[str, Any]:
     """The same keys with small sizes; what is a count of others, or a switch, stays."""
     few = {key: value for key, value in SMALL.items() if key in config}
-    grouped = config.get("num_key_value_heads", config.get("num_attention_groups")) < config["num_attention_heads"]
+    grouped = config.get("num_key_value_heads", config.get("num_attention_groups", math.inf)) < config["num_attention_heads"]
     types = {key: config[key][:4] for key in ("layer_types", "hybrid_layer_pattern", "moe_layer_freq") if isinstance(config.get(key), list)}
     if config.get("num_experts_per_tok", 0) > SMALL["n_routed_experts"]:
         few["num_experts_per_tok"] = 5

@@ -36,6 +36,7 @@ from tests.models.compressed_checkpoints import deepseek_v4
 from tests.models.gemmas import SMALL, assistant, gemma4, gemma4_small
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.models.ling import ling
+from tests.models.longcat import longcat
 from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 from tests.models.test_families import SEVERAL_BLOCKS, Make
@@ -71,6 +72,7 @@ CASES: dict[str, tuple[Make, dict[str, Any], int, SpecConfig]] = {
     "deepseek": (deepseek, {**HEADS, "vocab_size": 25}, 4, MTP),
     "deepseek, no q_a, no shared expert": (deepseek, {**HEADS, "q_lora_rank": None, "n_shared_experts": 0}, 2, TREE),
 }
+LONGCAT = {"num_attention_heads": 4, "expert_ffn_hidden_size": 24}
 WIDE = {"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24}
 LARGE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256, "fp8": True, "num_key_value_heads": 4}
 MORE: dict[str, tuple[Make, dict[str, Any], int, SpecConfig]] = {
@@ -92,6 +94,7 @@ MORE: dict[str, tuple[Make, dict[str, Any], int, SpecConfig]] = {
     "deepseek v3.2": (deepseek_v32, HEADS, 4, TREE),
     "glm 5.2": (glm_dsa, HEADS, 2, MTP),
     "glm 4.7 flash": (glm4_moe_lite, HEADS, 2, MTP),
+    "longcat-flash": (longcat, LONGCAT, 2, MTP),
     "ling 2.0": (ling, {"use_qkv_bias": True}, 2, TREE),
     "deepseek v4": (deepseek_v4, {}, 2, MTP),
     "glm, float8 in whole blocks": (glm4_moe, LARGE, 2, MTP),
@@ -173,6 +176,7 @@ BY_RANK: dict[str, tuple[Make, dict[str, Any], int, SpecConfig, str]] = {
     "glm, float8": (glm4_moe, LARGE, 2, MTP, "reference"),
     "nemotron 3, latent experts": (nemotron_h, {**WIDE, "moe_latent_size": 20}, 2, MTP, "auto"),
     "deepseek v4": (deepseek_v4, {}, 2, MTP, "auto"),
+    "longcat-flash": (longcat, LONGCAT, 2, TREE, "auto"),
 }
 
 
@@ -192,7 +196,7 @@ def test_ranks_with_some_experts_each_have_no_more_of_them(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "case",
     [
-        *("deepseek, C++", "nemotron 3, latent experts", "deepseek v4"),
+        *("deepseek, C++", "nemotron 3, latent experts", "deepseek v4", "longcat-flash"),
         *(pytest.param(case, marks=pytest.mark.thorough) for case in ("deepseek", "gpt-oss, biases", "glm, float8")),
     ],
 )

@@ -17,12 +17,13 @@ from tests.models.checkpoints import deepseek, glm4_moe, glm4_moe_lite, mimo
 from tests.models.compressed_checkpoints import deepseek_v4
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.models.ling import ling
+from tests.models.longcat import longcat
 from tests.models.own_layouts import ernie, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 
 MAKES = (
-    deepseek, deepseek_v32, deepseek_v4, ernie, glm4_moe, glm4_moe_lite, glm_dsa, ling, mimo, mimo_v2, nemotron_h, qwen3_5, qwen3_5_moe,
-    qwen3_next, step,
+    deepseek, deepseek_v32, deepseek_v4, ernie, glm4_moe, glm4_moe_lite, glm_dsa, ling, longcat, mimo, mimo_v2, nemotron_h, qwen3_5,
+    qwen3_5_moe, qwen3_next, step,
 )  # fmt: skip
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 DRAWS = 100 if selection.ALL else 8  # what is drawn has nothing to do with families: tests/spec looks at many draws

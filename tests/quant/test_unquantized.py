@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtpserve.layers.devices.onednn import packs
 from mtpserve.layers.devices.torch_kernels import torch_kernels
 from mtpserve.layers.linear import Linear
-from mtpserve.layers.onednn import packs
 from mtpserve.quant.unquantized import Unquantized
 
 

@@ -127,6 +127,13 @@ def test_how_often_experts_are_chosen_is_in_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "load.1").exists(), "it had no rows"
 
 
+def test_experts_that_no_engine_has_are_not_counted(tmp_path: Path) -> None:
+    """Zero-computation experts have the numbers after those of the others."""
+    load = ExpertLoad(tmp_path / "load")
+    load.count(0, torch.tensor([[0, 3], [2, 3]]), 3)
+    assert load.counts[0].tolist() == [1, 0, 1]
+
+
 FEATURES: dict[str, dict[str, Any]] = {
     "penalties": {"frequency_penalty": 1.0, "presence_penalty": 0.5, "top_k": 9},
     "temperature": {},

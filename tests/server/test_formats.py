@@ -21,6 +21,7 @@ from tests.server.fake_client import FakeClient
 from tests.server.test_errors import send
 from tests.server.test_template_needs import HEAD
 from tests.text import tiny
+from tests.text.calls import longcat
 
 TURNS = "{% for m in messages %}{% if m.tool_calls %}%calls{% else %}{{ m.role }}: {{ %content }}{% endif %}{{ '\n' }}{% endfor %}"
 EACH = "{% for c in m.tool_calls %}{% set f = c.function %}%call{% endfor %}"
@@ -71,6 +72,9 @@ CHECKPOINTS: list[tuple[str, str, str, tuple[str, ...], str | None, str | None]]
     ("GLM-4.7-Flash", template(GLM47, OFF), "Glm4MoeLiteForCausalLM", ("<tool_call>",), "glm47", "glm45"),
     ("Ling 2.0", template(HERMES), "BailingMoeV2ForCausalLM", ("<tool_call>",), "hermes", "qwen3"),
     ("Ring 2.0", template(HERMES, "assistant<think>\n"), "BailingMoeV2ForCausalLM", (), "hermes", "deepseek_r1"),
+    ("LongCat-Flash", template(longcat(HERMES)), "LongcatFlashForCausalLM", (), "longcat", "longcat"),
+    ("LongCat-Flash-Thinking-2601", template(longcat(GLM45)), "LongcatCausalLM", (), "longcat_xml", "longcat"),
+    ("LongCat-Flash, no calls", template(""), "LongcatFlashForCausalLM", ("<longcat_tool_call>",), "longcat", "longcat"),
     ("DeepSeek-V3", template(V3_CALL), "DeepseekV3ForCausalLM", (), "deepseek_v3", None),
     ("DeepSeek-R1", template(V3_CALL, "<think>\n", ANSWER), "DeepseekV3ForCausalLM", (), "deepseek_v3", "deepseek_r1"),
     ("an early R1", template(V3_CALL, "assistant:", ANSWER), "DeepseekV3ForCausalLM", (), "deepseek_v3", "deepseek_v3"),

@@ -31,6 +31,7 @@ from tests.models.chained import step
 from tests.models.checkpoints import YARN, Tiny, deepseek, glm4_moe, glm4_moe_lite, mimo
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.models.ling import ling
+from tests.models.longcat import longcat
 from tests.models.own_layouts import ernie, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 from tests.spec.diagonal import diagonal
@@ -190,6 +191,7 @@ PLACES = {"one step a prompt": (64, 400, 16), "chunks": (6, 400, 5), "chunks and
 
 PASSES = {"one pass": 1, "keys and values in a pass of their own": 2}
 OTHERS: dict[str, Callable[[Path], Tiny]] = {"step 3.5": step, "mimo-v2": mimo_v2, "nemotron 3": nemotron_h, "ling 2.0": ling}
+OTHERS |= {"longcat-flash": longcat}
 
 
 @pytest.mark.parametrize(("make", "place", "passes"), diagonal(OTHERS | MODELS, PLACES, PASSES))

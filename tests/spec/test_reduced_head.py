@@ -17,10 +17,10 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.planning import plan
+from mtpserve.layers.devices.onednn import MIN_PACKED_BYTES
 from mtpserve.layers.devices.torch_kernels import torch_kernels
 from mtpserve.layers.embedding import TiedHead
 from mtpserve.layers.linear import Linear
-from mtpserve.layers.onednn import MIN_PACKED_BYTES
 from mtpserve.quant.fp8 import FP8, quantize_block
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.spec.build import reduced_head

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,3 +85,8 @@ def parser(format: str | None, reasoning: str | None = None, **more: Any) -> Out
 def parse(pieces: Sequence[str], format: str | None, reasoning: str | None = None, opening: Opening = Opening.MAYBE) -> Found:
     reading = parser(format, reasoning, opening=opening)
     return put_together([*(event for piece in pieces for event in reading.feed(piece)), *reading.finish()])
+
+
+def longcat(call: str) -> str:
+    """A call in another format whose tags are named as LongCat-Flash names them."""
+    return re.sub(r"(</?)(?=tool_call|arg_)", r"\1longcat_", call)

@@ -20,7 +20,7 @@ from mtpserve.text.parsers.registry import TOOL_CALLS
 from mtpserve.text.parsers.tools import Tool
 from mtpserve.text.tokenizer import Tokenizer
 from tests.text import tiny
-from tests.text.calls import TOOLS
+from tests.text.calls import TOOLS, longcat
 from tests.text.test_parsers import (
     CALLS,
     CALLS_END,
@@ -43,6 +43,7 @@ MARKERS = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     SECTION, SECTION_END, CALL, CALL_END, SEPARATOR, "｜DSML｜", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>",
     "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>",
+    "<longcat_tool_call>", "</longcat_tool_call>", "<longcat_arg_key>",
 ]  # fmt: skip
 
 
@@ -81,6 +82,8 @@ WRITTEN = [
     ("hermes", HERMES, f"{HERMES}\n{HERMES}"),
     ("glm45", GLM, f"{GLM}\n{GLM}"),
     ("glm47", GLM.replace("\n", ""), (GLM * 2).replace("\n", "")),
+    ("longcat", longcat(HERMES), longcat(HERMES) * 2),
+    ("longcat_xml", longcat(GLM), longcat(f"{GLM}\n{GLM}")),
     ("qwen3_coder", CODER, f"{CODER}\n{CODER}"),
     ("mimo", MIMO, f"{MIMO}\n{MIMO}"),
     ("deepseek_v3", f"{SECTION}{V3_CALL}{SECTION_END}", f"{SECTION}{V3_CALL}\n{V3_CALL}{SECTION_END}"),

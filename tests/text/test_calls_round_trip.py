@@ -74,6 +74,7 @@ def gemma(value: Any) -> str:
     return dumped(value)
 
 
+LONGCAT = "<longcat_tool_call>\n{}\n</longcat_tool_call>"
 WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "Qwen3, MiMo-7B, Hermes": ("hermes", lambda calls: "\n".join(f"<tool_call>\n{as_object(*call)}\n</tool_call>" for call in calls)),
     "DeepSeek-V3, R1": ("deepseek_v3", lambda calls: SECTION + "\n".join(v3(*call) for call in calls) + SECTION_END),
@@ -85,6 +86,7 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "gpt-oss": ("openai", lambda calls: "".join(harmony(*call) for call in calls)),
     "GLM-4.5": ("glm45", lambda calls: "\n".join(glm(*call) for call in calls)),
     "GLM-4.7": ("glm47", lambda calls: "".join(glm(*call, line="") for call in calls)),
+    "LongCat-Flash": ("longcat", lambda calls: "".join(LONGCAT.format(as_object(*call)) for call in calls)),
     "Qwen3-Coder": ("qwen3_coder", lambda calls: "\n".join(coder(*call) for call in calls)),
     "MiMo-V2": ("mimo", lambda calls: "\n".join(coder(*call, line="") for call in calls)),
     "Llama 3": ("llama3_json", lambda calls: "; ".join(as_object(*call, key="parameters") for call in calls)),

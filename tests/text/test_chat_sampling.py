@@ -30,6 +30,7 @@ def checkpoint(folder: Path, **config: Any) -> Path:
     ("DeepSeek-R1-Distill-Qwen-7B", {"model_type": "qwen2"}, {"temperature": 0.6, "top_p": 0.95}),
     ("a", {"model_type": "qwen3_5"}, {"temperature": 1.0, "top_p": 0.95, "top_k": 20}),
     ("b", {"_name_or_path": "org/Llama-3.1-8B"}, {"temperature": 0.6, "top_p": 0.9}),
+    ("LongCat-Flash-Thinking", {"model_type": "longcat_flash"}, {"temperature": 1.0, "top_p": 0.95}),
     ("Ring-flash-2.0", {"model_type": "bailing_moe"}, {"temperature": 0.7, "top_p": 0.8}),
     ("models--zai-org--GLM-4.5-Air/snapshots/0f3c", {"model_type": "glm4_moe"}, {"temperature": 0.6, "top_p": 0.95}),
 ])  # fmt: skip

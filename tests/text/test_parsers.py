@@ -10,7 +10,7 @@ from mtpserve.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Reasoning
 from mtpserve.text.parsers.reasoning import Opening, ReasoningCount
 from mtpserve.text.parsers.registry import REASONINGS, TOOL_CALLS
-from tests.text.calls import parse, parser, put_together
+from tests.text.calls import longcat, parse, parser, put_together
 
 
 def test_the_options_list_what_there_is() -> None:
@@ -59,6 +59,9 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
     ("glm45", f"Yes.\n{GLM}\n{GLM}", "Yes.", ONE * 2),
     ("glm45", "<tool_call>now\n</tool_call>", "", [("now", "{}")]),
+    ("longcat", f"Yes.{longcat(HERMES)}{longcat(HERMES)}", "Yes.", ONE * 2),
+    ("longcat_xml", f"{longcat(GLM)}\n{longcat(GLM)}", "", ONE * 2),
+    ("longcat_xml", "<longcat_tool_call>now\n</longcat_tool_call>", "", [("now", "{}")]),
     ("qwen3_coder", f"{CODER}\n{CODER}", "", ONE * 2),
     ("qwen3_coder", CODER.removeprefix("<tool_call>\n"), "", ONE),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [("now", "{}")]),
@@ -270,6 +273,8 @@ THOUGHTS = [
     ("qwen3", Opening.INSIDE, "see <tool_call> or {</think>b", "see <tool_call> or {", "b"),
     ("gemma4", Opening.MAYBE, "<|channel>thought\na\n<channel|>b", "a", "b"),
     ("gemma4", Opening.NONE, "b", "", "b"),
+    ("longcat", Opening.MAYBE, "<longcat_think>\na </think>\n</longcat_think>\nb", "a </think>", "b"),
+    ("longcat", Opening.INSIDE, "a</longcat_think>b", "a", "b"),
     ("ernie45", Opening.INSIDE, "a\n</think>\n\n<response>\nb\n</response>\n", "a", "b"),
     ("ernie45", Opening.INSIDE, "a</think>\n<response><response>b</response> c </response>", "a", "<response>b</response> c"),
     ("ernie45", Opening.INSIDE, "a</think>b</response>", "a", "b</response>"),

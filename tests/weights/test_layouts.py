@@ -42,6 +42,16 @@ def test_mimo() -> None:
     assert found is not None and (found.kind, found.prefix, found.count) == ("mimo", "model.mtp_layers.0.", 1)
 
 
+def test_longcat() -> None:
+    inside = ("enorm.m.weight", "hnorm.m.weight", "eh_proj.weight", "transformer_layer.mlp.down_proj.weight")
+    shared = ["model.mtp.norm.weight", "model.mtp.embed_tokens.weight"]
+    found = mtp_layers([*TRUNK, *names("model.mtp.layers.0.", inside), *shared], 2)
+    assert found is not None and (found.kind, found.prefixes, found.count) == ("longcat", ("model.mtp.",), 1)
+    assert all(re.fullmatch(found.unused(0)[0], name) for name in shared)
+    other = mtp_layers([*TRUNK, "model.mtp.layers.0.enorm.weight"], 2)
+    assert other is not None and other.kind == "mimo_v2"
+
+
 def test_blocks_of_one_layer_that_are_numbered_like_layers() -> None:
     blocks = [*names("mtp.layers.0.", ("enorm.weight", "eh_proj.weight", "mixer.o_proj.weight")), "mtp.layers.1.mixer.gate.weight"]
     found = mtp_layers([*TRUNK, *blocks], 2)

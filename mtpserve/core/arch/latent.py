@@ -15,6 +15,7 @@ class MLAArch:
     nope: int
     rope: int
     value: int
+    latent_scale: float = 1.0  # the normed latent is multiplied with it
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,6 +245,7 @@ class MoEArch:
     by_token: tuple[int, ...] = ()
     # the shared expert's output is multiplied with the sigmoid of a number of its own
     shared_gate: bool = False
+    zero_experts: int = 0  # further experts, with the numbers after those, that give their own input
     by_rank: bool = False  # each of several ranks has some experts whole; otherwise a part of each
 
 

@@ -17,7 +17,7 @@ from mtpserve.core.arch.gates import ClampedGate, GeluGate, Ungated
 from mtpserve.core.arch.model import MoEArch
 from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.protocols.attention import Context
-from mtpserve.layers import onednn
+from mtpserve.layers.devices import onednn
 from mtpserve.layers.kernels import (
     Embed,
     Fuse,

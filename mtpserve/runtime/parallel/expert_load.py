@@ -24,7 +24,7 @@ class ExpertLoad:
         self.started = False
 
     def count(self, layer: int, topk_ids: Tensor, experts: int) -> None:
-        counts = torch.bincount(topk_ids.flatten(), minlength=experts)
+        counts = torch.bincount(topk_ids.flatten(), minlength=experts)[:experts]
         self.counts[layer] = self.counts[layer] + counts if layer in self.counts else counts
 
     def tick(self, idle: bool) -> None:

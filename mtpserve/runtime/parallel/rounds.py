@@ -49,7 +49,8 @@ class Rounds:
     def __init__(self, placement: ExpertPlacement, load: ExpertLoad | None = None) -> None:
         self.placement, self.load = placement, load
         self.computes: dict[int, ComputeExperts] = {}
-        # [2, experts]: the peer that has each, -1: none, and its number there
+        # [2, experts + 1]: the peer that has each, -1: none, and its number there; the last: of any greater
+        # number, which no peer has
         self.places: dict[int, Tensor] = {}
 
     def join(self, peers: Peers, hidden: int, top_k: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -63,11 +64,13 @@ class Rounds:
 
     def serve(self, layer: int, experts: int, compute: ComputeExperts) -> None:
         self.computes[layer] = compute
-        self.places[layer] = torch.tensor(self.placement.places(layer, experts)).T.contiguous()
+        self.places[layer] = torch.tensor([*self.placement.places(layer, experts), (-1, 0)]).T.contiguous()
 
     def outputs(self, layer: int, x: Tensor, topk_ids: Tensor) -> Tensor:
+        experts = self.places[layer].shape[1] - 1
+        topk_ids = topk_ids.clamp(max=experts)
         if self.load is not None:
-            self.load.count(layer, topk_ids, self.places[layer].shape[1])
+            self.load.count(layer, topk_ids, experts)
         owners, numbers = self.places[layer][:, topk_ids]  # [T, K] each
         here = owners == torch.arange(self.peers.size, device=self.device)[:, None, None]  # [peers, T, K]
         goes = here.any(-1)

@@ -34,7 +34,7 @@ class RoutingRecord:
     def __init__(self, arch: ModelArch) -> None:
         assert arch.moe is not None
         self.layers, self.top_k = arch.num_layers, arch.moe.top_k
-        self.dtype = torch.uint8 if arch.moe.experts <= 256 else torch.int16
+        self.dtype = torch.uint8 if arch.moe.experts + arch.moe.zero_experts <= 256 else torch.int16
         self._choices: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     @property

@@ -161,5 +161,7 @@ ALWAYS = Thinking(always=True)
 # Qwen3, GLM-4.5, DeepSeek-V3.1, MiMo-7B: models whose template switches reasoning on and off, or that write
 # the start tag.
 SOMETIMES = Thinking(always=False)
+# LongCat-Flash-Thinking: as SOMETIMES, with tags of its own.
+LONGCAT = Thinking(always=False, start="<longcat_think>", end="</longcat_think>")
 # Ernie 4.5, whose thinking models write the answer between tags, too.
 ERNIE = Thinking(always=False, answer=("<response>", "</response>"))

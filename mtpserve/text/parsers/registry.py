@@ -21,6 +21,8 @@ TOOL_CALLS: Registry[type[CallFormat]] = Registry(
     named(
         {
             "hermes qwen qwen25 ernie45 granite4": f"{JSON}:Hermes",
+            "longcat": f"{JSON}:Longcat",
+            "longcat_xml": f"{TAGGED}:LongcatXML",
             "llama3_json llama3": f"{JSON}:Llama3",
             "mistral": f"{JSON}:Mistral",
             "deepseek_v3 deepseekv3": f"{DEEPSEEK}:DeepSeekV3",
@@ -48,6 +50,7 @@ REASONINGS: Registry[Thinking] = Registry(
                 "nemotron_3 nano_v3"
             ): f"{REASONING}:SOMETIMES",
             "ernie45": f"{REASONING}:ERNIE",
+            "longcat": f"{REASONING}:LONGCAT",
             "openai_gptoss gpt-oss": f"{HARMONY}:CHANNELS",
             "gemma4": f"{GEMMA}:THOUGHT",
         }

@@ -41,13 +41,11 @@ def read_config(directory: str | Path) -> HFConfig:
     config = _read_object(path)
     # What sees pictures has the text model's keys in a section of their own.
     text_config = HFConfig(path, config.values | config.section("text_config").values)
-    # Where layers are listed block by block, newer versions of transformers do not count them.
+    # Where layers are listed block by block, newer versions of transformers do not count them. LongCat-Flash
+    # counts under another name.
     blocks = text_config.raw("layers_block_type")
-    return (
-        text_config.with_default("num_hidden_layers", len(blocks))
-        if isinstance(blocks, list)
-        else text_config
-    )
+    number = len(blocks) if isinstance(blocks, list) else text_config.raw("num_layers")
+    return text_config.with_default("num_hidden_layers", number)
 
 
 def _read_object(path: Path) -> HFConfig:

@@ -19,7 +19,8 @@ REQUIRED: Any = object()  # the default of a key that must be present; None is a
 # Names of one key: families and versions of transformers differ in which one they write.
 SAME = (
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    ("num_experts_per_tok", "moe_k", "moe_top_k"),
+    ("num_experts_per_tok", "moe_k", "moe_top_k", "moe_topk"),
+    ("moe_intermediate_size", "expert_ffn_hidden_size"),
 )
 OTHER_NAMES = {name: tuple(other for other in names if other != name) for names in SAME for name in names}
 

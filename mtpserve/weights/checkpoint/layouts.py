@@ -2,7 +2,8 @@
 that are missing, or none.
 
 DeepSeek (and GLM, Bailing …): `model.layers.{L}.` onwards, right after the trunk's L layers. MiMo:
-`model.mtp_layers.{i}.`, MiMo-V2: `model.mtp.layers.{i}.`. Ernie numbers its parts, not its layers:
+`model.mtp_layers.{i}.`, MiMo-V2: `model.mtp.layers.{i}.`. LongCat-Flash: `model.mtp.`, with
+`model.mtp.layers.{i}.` and what is not numbered. Ernie numbers its parts, not its layers:
 `model.mtp_block.{i}.`, `model.mtp_emb_norm.{i}.` and so on. Qwen3-Next and later ones: `mtp.`, with a decoder
 layer `mtp.layers.{i}.` for each. Nemotron-H: `mtp.`, with `mtp.layers.{i}.` for each of the two blocks of a
 layer; the first has what fuses. DeepSeek-V4: `mtp.{i}.`. A trunk layer and DeepSeek's MTP layer share most
@@ -28,6 +29,11 @@ NUMBERED = re.compile(r"model\.layers\.(\d+)\." + FUSING)
 # it, without a number where several layers share tensors.
 LAYOUTS = {
     "mimo": (r"model\.mtp_layers\.(\d+)\..+", r"model\.mtp_layers\.(\d+)\..+", "model.mtp_layers.{}."),
+    "longcat": (
+        r"model\.mtp\.layers\.(\d+)\.enorm\.m\.weight",
+        r"model\.mtp\.layers\.(\d+)\..+",
+        "model.mtp.",
+    ),
     "mimo_v2": (r"model\.mtp\.layers\.(\d+)\..+", r"model\.mtp\.layers\.(\d+)\..+", "model.mtp.layers.{}."),
     "ernie": (r"model\.mtp_block\.(\d+)\..+", r"model\.mtp_\w+\.(\d+)\..+", "model.mtp_"),
     "nemotron": (r"mtp\.layers\.(\d+)\.eh_proj\.weight", r"mtp\.layers\.(\d+)\..+", "mtp."),

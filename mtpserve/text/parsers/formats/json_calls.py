@@ -108,6 +108,7 @@ def object_grammar(tool: Tool, arguments: str) -> str:
 class Hermes(CallFormat):
     markers: tuple[str, ...] = ("<tool_call>",)
     END = "</tool_call>"
+    BETWEEN = "\n"  # two calls
     example = f"<tool_call>\n{EXAMPLE}\n</tool_call>"
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
@@ -124,7 +125,16 @@ class Hermes(CallFormat):
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         begin, end, line = spell(self.markers[0]), spell(self.END), text("\n")
         calls = [f"{begin} {line} {object_grammar(tool, 'arguments')} {line} {end}" for tool in tools]
-        return calls_of(calls, several, between=line)
+        return calls_of(calls, several, between=text(self.BETWEEN))
+
+
+class Longcat(Hermes):
+    """LongCat-Flash's: the tags have other names (the model card's *ToolCall*)."""
+
+    markers = ("<longcat_tool_call>",)
+    END = "</longcat_tool_call>"
+    BETWEEN = ""
+    example = f"<longcat_tool_call>\n{EXAMPLE}\n</longcat_tool_call>"
 
 
 class Llama3(CallFormat):

@@ -117,6 +117,7 @@ class Tagged(CallFormat):
 
 
 class GLM45(Tagged):
+    START, END = CALL, CALL_END
     markers: tuple[str, ...] = (CALL,)
     KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
     ENDS = (CALL_END,)
@@ -127,7 +128,7 @@ class GLM45(Tagged):
         scan.take(len(marker))
         yield from scan.blanks()
         name = yield from scan.while_in(in_name)
-        tag = (yield from scan.follows(self.KEY, CALL_END)) if name else ""
+        tag = (yield from scan.follows(self.KEY, self.END)) if name else ""
         if tag:
             scan.begin(name)
             yield from self.parameters(scan, name, tag)
@@ -145,7 +146,7 @@ class GLM45(Tagged):
                 tool, number, key_of, (self.VALUE_END, self.LINE), spell
             )
             head = text(tool.name + self.LINE)
-            calls.append(f"{spell(CALL)} {head} {parameters} {spell(CALL_END)}")
+            calls.append(f"{spell(self.START)} {head} {parameters} {spell(self.END)}")
             rules += "".join(values)
         return calls_of(calls, several, between=text(self.LINE), rules=rules)
 
@@ -153,6 +154,17 @@ class GLM45(Tagged):
 class GLM47(GLM45):
     LINE = ""
     example = GLM45.example.replace("\n", "")
+
+
+class LongcatXML(GLM45):
+    """That of LongCat-Flash-Thinking-2601 and later: GLM-4.5's layout, in tags with other names."""
+
+    START, END = "<longcat_tool_call>", "</longcat_tool_call>"
+    markers = (START,)
+    KEY, KEY_END = "<longcat_arg_key>", "</longcat_arg_key>"
+    VALUE, VALUE_END = "<longcat_arg_value>", "</longcat_arg_value>"
+    ENDS, NEXT = (END,), START
+    example = f"{START}tool_call_name\n{KEY}key{KEY_END}\n{VALUE}value{VALUE_END}\n{END}"
 
 
 class Qwen3Coder(Tagged):
