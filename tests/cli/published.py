@@ -19,6 +19,8 @@ from tests.models.chained import step
 from tests.models.checkpoints import deepseek, glm4_moe, glm4_moe_lite, llama, mimo, qwen3, qwen3_moe
 from tests.models.compressed_checkpoints import deepseek_v4
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
+from tests.models.ling import ling
+from tests.models.longcat import longcat
 from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 from tests.text import tiny
@@ -86,6 +88,14 @@ VLLM = {  # its recipes
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16 --kv-cache-dtype fp8 --tensor-parallel-size 4 --served-model-name nemotron "
     "--enable-auto-tool-choice --tool-call-parser qwen3_xml --reasoning-parser nemotron_v3 --mamba-ssm-cache-dtype float32 "
     f"--mamba-cache-mode align --attention-backend flashinfer --speculative-config {MTP3}": 3,
+    "inclusionAI/Ring-1T-FP8 --trust-remote-code --tensor-parallel-size 8 --gpu-memory-utilization 0.97 --max-num-seqs 32 "
+    "--kv-cache-dtype fp8 --compilation-config '{\"use_inductor\": false}' --served-model-name Ring-1T-FP8": 3,
+    "inclusionAI/Ring-flash-2.0 --tensor-parallel-size 2 --pipeline-parallel-size 1 --use-v2-block-manager "
+    "--gpu-memory-utilization 0.90": 3,
+    "meituan-longcat/LongCat-Flash-Chat-FP8 --trust-remote-code --enable-expert-parallel --tensor-parallel-size 8": 3,
+    "meituan-longcat/LongCat-Flash-Thinking-2601 --trust-remote-code --tensor-parallel-size 8 --speculative_config "
+    '\'{"model": "meituan-longcat/LongCat-Flash-Thinking-2601", "num_speculative_tokens": 1, "method":"longcat_flash_mtp"}\'': 1,
+    "meituan-longcat/LongCat-Flash-Chat --enable-auto-tool-choice --tool-call-parser longcat": 3,
     "openai/gpt-oss-120b --tensor-parallel-size=8 --attention-backend ROCM_AITER_UNIFIED_ATTN -cc.pass_config.fuse_rope_kvcache=True "
     "-cc.use_inductor_graph_partition=True --gpu-memory-utilization 0.95 --block-size=64": 0,
     'meta-llama/Llama-3.1-8B-Instruct --speculative-config \'{"model": "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", '
@@ -117,6 +127,12 @@ SGLANG = {  # its cookbook
     "--model-path stepfun-ai/Step-3.5-Flash --tp 4 --ep 4 --reasoning-parser step3p5 --tool-call-parser step3p5": 3,
     "--model-path nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16 --trust-remote-code --tp 4 --tool-call-parser qwen3_coder "
     "--reasoning-parser nemotron_3 --max-running-requests 1024": 3,
+    "--model-path inclusionAI/Ling-mini-2.0 --host 0.0.0.0 --port 30000 --trust-remote-code --attention-backend fa3 "
+    "--speculative-algorithm NEXTN": 3,
+    "--model meituan-longcat/LongCat-Flash-Chat-FP8 --trust-remote-code --attention-backend flashinfer --enable-ep-moe --tp 8": 3,
+    "--model meituan-longcat/LongCat-Flash-Chat-FP8 --trust-remote-code --attention-backend flashinfer --enable-ep-moe --tp 8 "
+    "--speculative-draft-model-path meituan-longcat/LongCat-Flash-Chat --speculative-algorithm NEXTN "
+    "--speculative-num-draft-tokens 2 --speculative-num-steps 1 --speculative-eagle-topk 1": 1,
     "--model openai/gpt-oss-120b --reasoning-parser gpt-oss --tool-call-parser gpt-oss --tp 8": 0,
 }
 LLAMA_CPP = {  # its README, and guides to its MTP models
@@ -159,6 +175,7 @@ REFUSED = {
 }
 
 NAMED = ("-m", "-hf", "--model", "--model-path")  # options that name the model; without one it comes first
+LONGCAT = {"num_attention_heads": 4, "expert_ffn_hidden_size": 24}  # for two ranks
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}  # for two ranks
 Make = Callable[..., Any]
 
@@ -176,6 +193,12 @@ def awq(directory: Path, **options: Any) -> None:
     for file in directory.glob("*.safetensors*"):
         file.unlink()
     published.write(directory, whole.config | {"quantization_config": config}, tensors)
+
+
+def with_whole(directory: Path, **options: Any) -> None:
+    """A LongCat-Flash in float8 with the one in bfloat16 beside it, in the folder `head`."""
+    longcat(directory, fp8=True, **LONGCAT, **options)
+    longcat(directory / "head", **LONGCAT, **options)
 
 
 def gguf_file(make: Make, directory: Path, **options: Any) -> None:
@@ -205,13 +228,17 @@ FAMILIES: dict[str, Make] = {  # regular expression of published names → the f
     r"baidu/ERNIE-4\.5": ernie,
     r"stepfun-ai/Step-3\.7-Flash-FP8": partial(step, fp8=True),
     r"stepfun-ai/Step-3": step,
+    r"inclusionAI/R.*-FP8": partial(ling, fp8=True),
+    r"inclusionAI/": ling,
+    r"meituan-longcat/.*-FP8": with_whole,
+    r"meituan-longcat/": partial(longcat, **LONGCAT),
     r"nvidia/NVIDIA-Nemotron-3": nemotron_h,
     r"openai/gpt-oss": gpt_oss,
     r"meta-llama/": eights,
     r"GLM-4.*\.gguf": partial(gguf_file, glm4_moe),
     r"model\.gguf": partial(gguf_file, llama),
 }
-DRAFT_MODELS = ("RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", "draft.gguf")
+DRAFT_MODELS = ("RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", "draft.gguf", "meituan-longcat/LongCat-Flash-Chat")
 CONTEXT = 262_144  # tokens, of the longest published line
 
 

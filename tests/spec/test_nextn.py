@@ -14,6 +14,7 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.startup.build import build_engine
 from tests.models.checkpoints import LAYERS, Tiny, deepseek, mimo, write, write_nextn
+from tests.models.longcat import longcat
 
 Heard = dict[str, list[tuple[list[int], int, list[int]]]]  # by request: tokens, accepted, proposed of each event
 
@@ -83,6 +84,14 @@ def test_a_separate_layer_is_the_bundled_one(
 
 def test_a_whole_model_serves_as_the_separate_layer(tiny: Tiny, bundled: Heard, trunk_only: Path) -> None:
     assert generate(trunk_only, nextn(tiny.directory)) == bundled
+
+
+def test_a_whole_model_of_another_layout_serves_as_the_separate_layer(tmp_path: Path) -> None:
+    """LongCat-Flash, whose launches in float8 take the layer of the checkpoint in bfloat16."""
+    whole = longcat(tmp_path / "whole")
+    expected = generate(whole.directory, nextn())
+    rest = {name: tensor for name, tensor in whole.tensors.items() if not name.startswith(whole.prefix)}
+    assert generate(write(tmp_path / "trunk", whole.config, rest), nextn(whole.directory)) == expected
 
 
 def test_a_separate_layer_goes_before_the_bundled_one(tiny: Tiny, bundled: Heard, tmp_path: Path) -> None:

@@ -119,8 +119,9 @@ def test_the_text_configs_count_comes_first() -> None:
         (names("model.layers.61.", FUSING, LAYER), "model.layers.61."),
         (names("model.layers.0.", FUSING, LAYER, COPIES), "model.layers.0."),
         ([*TRUNK, *names("model.layers.61.", FUSING, LAYER)], "model.layers.61."),
+        ([*TRUNK, "model.mtp.layers.0.enorm.m.weight", "model.mtp.norm.weight"], "model.mtp."),
     ],
-    ids=["renumbered", "old export", "old without copies", "renumbered with copies", "whole model"],
+    ids=["renumbered", "old export", "old without copies", "renumbered with copies", "whole model", "whole model of another layout"],
 )
 def test_separately_published_layers(published: list[str], prefix: str) -> None:
     assert nextn_prefix(published, 61) == prefix

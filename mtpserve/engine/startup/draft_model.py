@@ -4,6 +4,7 @@ mean the same tokens by the same numbers."""
 from __future__ import annotations
 
 import logging
+import re
 from hashlib import blake2b
 from pathlib import Path
 from typing import cast
@@ -14,11 +15,9 @@ from mtpserve.core.arch.model import ModelArch
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.gguf import SUFFIX
 from mtpserve.heads.head import Head, HeadSource
-from mtpserve.models.family import Family, dropped
-from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.models.family import Family
 from mtpserve.weights.checkpoint.layouts import MTPLayout
-from mtpserve.weights.formats import groups
-from mtpserve.weights.rules import Rule
+from mtpserve.weights.rules import Drop, Rule
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +43,14 @@ def mtp_count(config: EngineConfig, family: Family, layout: MTPLayout | None) ->
     return max(min(steps, there), 1)
 
 
-def nextn_rules(family: Family, arch: ModelArch, nextn: Checkpoint, prefix: str) -> list[Rule]:
+def nextn_rules(family: Family, arch: ModelArch, prefix: str) -> list[Rule]:
     """The own tensors of a layer that is published apart; what is outside its prefix is another copy of the
     trunk's."""
     assert family.mtp_rules is not None
-    names = (group.name for group in groups(nextn.tensors))
-    others = {name.split(".weight")[0] for name in names if not name.startswith(prefix)}
-    return family.mtp_rules(arch, prefix) + [dropped(name, "the trunk's") for name in sorted(others)]
+    return [
+        *family.mtp_rules(arch, prefix),
+        Rule(rf"(?!{re.escape(prefix)}).+", None, Drop("a copy of the trunk's")),
+    ]
 
 
 def head_of(config: EngineConfig, trunk: ModelArch) -> Head | None:

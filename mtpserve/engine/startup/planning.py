@@ -355,7 +355,7 @@ def sources(described: Described) -> list[WeightSource]:
         rules += [rule for prefix in prefixes for rule in family.mtp_rules(arch, prefix)]
     rules += without_mtp(described.config, described.layout, arch.num_layers, used)
     if described.nextn is not None and described.nextn_prefix is not None:
-        separate = nextn_rules(family, arch, described.nextn, described.nextn_prefix)
+        separate = nextn_rules(family, arch, described.nextn_prefix)
         also = [WeightSource(described.nextn, separate)]
     if described.head is not None:
         also = [WeightSource(described.head.checkpoint, described.head.inside(DRAFT))]

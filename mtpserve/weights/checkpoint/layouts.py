@@ -146,12 +146,16 @@ def nextn_prefix(names: Iterable[str], num_layers: int) -> str:
 
     Newer exports renumber it to `model.layers.0.`, older ones keep `model.layers.{L}.`. Either may contain
     embed_tokens and shared_head.head, copies of the trunk's that are not loaded. A whole model's directory
-    works too. Raises LoadError.
+    works too, in any layout whose layers have one prefix. Raises LoadError.
     """
+    names = list(names)
     layers = {int(hit[1]) for name in names if (hit := NUMBERED.fullmatch(name))}
     for layer in (num_layers, 0):
         if layer in layers:
             return f"model.layers.{layer}."
+    whole = None if layers else mtp_layers(names, num_layers)
+    if whole is not None and len(whole.prefixes) == 1:
+        return whole.prefix
     other = f"; it has one at model.layers.{min(layers)}." if layers else ""
     raise LoadError(
         f"the NextN checkpoint has no MTP layer for a model of {num_layers} layers: neither "
