@@ -18,8 +18,8 @@ DRAFTERS: Registry[DraftSource] = Registry(
     {
         "MTP": "mtpserve.heads.assistant:MTP",
         "NEXTN": "mtpserve.heads.assistant:MTP",
-        "FROZEN_KV_MTP": "mtpserve.heads.assistant:FROZEN_KV_MTP",
         "EAGLE": "mtpserve.heads.eagle:EAGLE",
+        "FROZEN_KV_MTP": "mtpserve.heads.assistant:FROZEN_KV_MTP",
         "EAGLE3": "mtpserve.heads.eagle3:EAGLE3",
         "MEDUSA": "mtpserve.heads.medusa:MEDUSA",
         "DFLASH": "mtpserve.heads.dflash:DFLASH",

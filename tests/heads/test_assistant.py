@@ -174,7 +174,7 @@ def test_replayed_steps_give_the_same_texts(pair: Pair, backend: str) -> None:
     params = [SamplingParams(max_tokens=6, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(3)]
 
     def engine(**more: Any) -> Engine:
-        model = load_part(planned, ALONE, False)
+        model = load_part(planned, ALONE, False, None)
         return assemble(model, sizes_of(planned), replace(options_of(planned, [], None), poison=True, **more))
 
     recorder, wanted = Again(), run(engine(), asked, params)
