@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ def test_servers_side_by_side(tmp_path: Path) -> None:
     assert all(row["tokens_per_s"] > 0 and row["ttft_ms"] > 0 and row["client_share"] > 0 for row in (plain, mtp))
     assert all(row["least_ttft_ms"] == row["ttft_ms"] == row["most_ttft_ms"] for row in (plain, mtp)), "one round has no spread"
     assert all(0 < start["health_s"] <= start["first_completion_s"] for start in numbers["starts"])
+
+
+@pytest.mark.thorough
+def test_rollouts_of_a_policy_that_learns(tmp_path: Path) -> None:
+    """Each step's rollouts are plain decoding's, by the very weights that the trainer has pushed."""
+    output(["rollouts.py", "--dry-run", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg")])
+    numbers = json.loads((tmp_path / "out.json").read_text())["numbers"]
+    assert numbers["weight_versions"] == ["2", "2"] and [row["step"] for row in numbers["steps"]] == [0, 1]
+    assert all(row["logprob_difference"] < 1e-3 and 0 < row["reward"] < 1 for row in numbers["steps"])
+    assert len(numbers["arms"]) == 4 and all(row["same_text"] == 1 and row["against_plain"] > 0 for row in numbers["arms"])
+    assert find_spec("matplotlib") is None or (tmp_path / "out.svg").stat().st_size > 1000
 
 
 def test_gpus_on_paper(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_tokens_and_back(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
         ("/abort_request", {}, "rid"),
         ("/abort_request", {"rid": "a", "abort_all": True}, "rid"),
         ("/abort_request", {"rid": "a b\n"}, "rid"),
+        ("/abort_request", {"rid": "", "abort_all": False}, "rid"),
         ("/v1/completions", {"prompt": "a", "rid": "a\nb"}, "rid"),
         ("/generate", {}, "text"),
         ("/generate", {"text": "a", "input_ids": [5]}, "text"),

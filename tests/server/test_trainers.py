@@ -146,7 +146,7 @@ def test_an_abort_answers_with_what_there_is(server: Running) -> None:
         sampling = {"max_new_tokens": 1500, "ignore_eos": True}
         asked = pool.submit(post, server, "/generate", input_ids=[5, 6], sampling_params=sampling, return_logprob=True)
         deadline = time.monotonic() + 30
-        while not post(server, "/abort_request", abort_all=True)["aborted"]:
+        while not post(server, "/abort_request", rid="", abort_all=True)["aborted"]:  # as verl has it
             assert time.monotonic() < deadline
             time.sleep(0.3)
         answer = asked.result(30)

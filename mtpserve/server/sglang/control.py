@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from time import perf_counter
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from starlette.responses import Response
 
@@ -17,7 +17,8 @@ from mtpserve.server.about import Healthy
 from mtpserve.server.chat.service import Served
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.schema.base import RequestId, Strict
-from mtpserve.server.schema.shapes import NULL, Schema, being, present
+from mtpserve.server.schema.fields import either
+from mtpserve.server.schema.shapes import Schema, being, present
 
 TRIAL_S = 20.0  # as long as SGLang waits
 
@@ -32,19 +33,28 @@ class Aborted(Rendered):
 
 
 class AbortRequest(Strict):
-    """`rid` is the id that the client gave its request, or the one in the answer."""
+    """`rid` is the id that the client gave its request, or the one in the answer; SGLang's clients leave it
+    empty where they abort all."""
 
     rules: ClassVar[tuple[Schema, ...]] = (
         {
             "anyOf": [
                 present("rid")
-                | {"properties": {"rid": {"type": "string"}, "abort_all": {"enum": [None, False]}}},
-                being("abort_all", True) | {"properties": {"rid": NULL, "abort_all": {"const": True}}},
+                | {
+                    "properties": {
+                        "rid": {"type": "string", "minLength": 1},
+                        "abort_all": {"enum": [None, False]},
+                    }
+                },
+                being("abort_all", True)
+                | {"properties": {"rid": {"enum": [None, ""]}, "abort_all": {"const": True}}},
             ]
         },
     )
 
-    rid: RequestId | None = None
+    rid: Annotated[
+        RequestId | Literal[""] | None, either("an id of letters, digits, '.', '_', ':' and '-'")
+    ] = None
     abort_all: bool | None = None
 
 
@@ -76,6 +86,6 @@ async def flush_cache(service: Served) -> Response:
 async def abort_request(service: Served, body: AbortRequest) -> Response:
     """Abort one request by its id, or all. They answer with what they have, finish_reason "abort". Ids that
     are not running are ignored."""
-    if (body.rid is None) == (not body.abort_all):
+    if bool(body.rid) == bool(body.abort_all):
         raise InvalidRequest("give either rid or abort_all: true", "rid")
-    return JSON(Aborted(service.abort(body.rid)))
+    return JSON(Aborted(service.abort(body.rid or None)))
