@@ -12,18 +12,20 @@ DTYPES = (
     ("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("float", "float32"), ("fp32", "float32"),
 )  # fmt: skip
 
-# vLLM's and SGLang's names of a checkpoint's format → its quant_method's names; each means auto
+# vLLM's and SGLang's names of a checkpoint's format → its quant_method's names, with NVFP4 where a method
+# has several formats; each means auto
 FORMATS: dict[str, tuple[str, ...]] = {
     "awq": ("awq",), "awq_marlin": ("awq",), "gptq": ("gptq",), "gptq_marlin": ("gptq",),
     "moe_wna16": ("awq", "gptq"), "compressed-tensors": ("compressed-tensors",),
     "w8a8_int8": ("compressed-tensors",), "w8a8_fp8": ("compressed-tensors", "fp8"),
     "fbgemm_fp8": ("fbgemm_fp8",), "modelopt": ("modelopt",), "modelopt_fp8": ("modelopt",),
-    "modelopt_fp4": ("modelopt",), "mxfp4": ("mxfp4",), "gguf": ("gguf",),
+    "modelopt_fp4": ("modelopt NVFP4",), "petit_nvfp4": ("modelopt NVFP4",),
+    "nvfp4": ("modelopt NVFP4", "compressed-tensors NVFP4"), "mxfp4": ("mxfp4",), "gguf": ("gguf",),
     # Formats that are not read: a checkpoint in one is refused by its own name. Where the option names one,
     # the error says what the checkpoint has.
     **dict.fromkeys(
-        ("ascend", "auto-round", "bitsandbytes", "experts_int8", "inc", "marlin", "nvfp4", "petit_nvfp4",
-         "qoq", "quark", "torchao", "w4afp8"), (),
+        ("ascend", "auto-round", "bitsandbytes", "experts_int8", "inc", "marlin", "qoq", "quark", "torchao",
+         "w4afp8"), (),
     ),
 }  # fmt: skip
 

@@ -118,6 +118,12 @@ class RoutedExperts(Protocol):
     def down_zeros(self) -> Tensor | None: ...
 
     @property
+    def gate_up_global_scale(self) -> Tensor | None: ...
+
+    @property
+    def down_global_scale(self) -> Tensor | None: ...
+
+    @property
     def first(self) -> int | None:
         """Its number, where experts with numbers below and above are elsewhere and add nothing here. None:
         all are here."""

@@ -26,8 +26,9 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(parts), inputs), requires_grad=False)
         self.weight_scale_inv: nn.Parameter | None
         self.weight_zeros: nn.Parameter | None
-        self.register_parameter("weight_scale_inv", None)
-        self.register_parameter("weight_zeros", None)
+        self.weight_global_scale: nn.Parameter | None
+        for name in ("weight_scale_inv", "weight_zeros", "weight_global_scale"):
+            self.register_parameter(name, None)
         self.bias = nn.Parameter(torch.empty(sum(parts)), requires_grad=False) if bias else None
         self.packed: Packed | None = None
         self.adapters: AddAdapters | None = None  # what rows may have besides, see devices/lora.py

@@ -35,7 +35,8 @@ class Experts(nn.Module):
     hidden, size].
 
     Each may be float8, with its scales [experts, blocks down, blocks across]; gate and up begin blocks of
-    their own. Or either is float8 or of four bits, with scales and zeros [experts, rows, groups].
+    their own. Or either is float8 or of four bits, with scales and zeros [experts, rows, groups] and global
+    scales [experts, rows, 1].
     """
 
     may_hold_blocks = ("gate_up", "down")
@@ -60,8 +61,11 @@ class Experts(nn.Module):
         self.down_scale_inv: nn.Parameter | None
         self.gate_up_zeros: nn.Parameter | None
         self.down_zeros: nn.Parameter | None
-        for name in ("gate_up_scale_inv", "down_scale_inv", "gate_up_zeros", "down_zeros"):
-            self.register_parameter(name, None)
+        self.gate_up_global_scale: nn.Parameter | None
+        self.down_global_scale: nn.Parameter | None
+        for name in ("scale_inv", "zeros", "global_scale"):
+            self.register_parameter(f"gate_up_{name}", None)
+            self.register_parameter(f"down_{name}", None)
         self.gate = arch.gate
         self.gate_up_bias = (
             nn.Parameter(torch.empty(experts, sum(parts)), requires_grad=False) if arch.biases else None

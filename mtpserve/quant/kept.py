@@ -1,5 +1,6 @@
 """Weights that stay as the checkpoint has them: `module.weight`, its scales `module.weight_scale_inv` and, of
-integers, its zeros `module.weight_zeros`; see stored.py. Matrices without scales are unquantized.
+integers, its zeros `module.weight_zeros`, of NVFP4 `module.weight_global_scale`; see stored.py. Matrices
+without scales are unquantized.
 
 With few rows the kernels widen the weights in registers. With many the one for blocks of float8 quantises the
 activations; other weights are widened once for all rows. In plain torch each product widens its weights:
@@ -35,12 +36,12 @@ class Kept:
         matrix = matrix_of(module)
         if not matrix.in_blocks:
             zeros = None if matrix.zeros is None else matrix.zeros[ids]
+            global_scale = None if matrix.global_scale is None else matrix.global_scale[ids]
             # Numbers of one byte cannot be indexed in every type.
             scale = matrix.scale if matrix.scale.itemsize > 1 else matrix.scale.view(torch.uint8)
-            return widen(
-                QuantisedMatrix(matrix.numbers[ids], scale[ids].view(matrix.scale.dtype), zeros),
-                matrix.columns,
-            )
+            scale = scale[ids].view(matrix.scale.dtype)
+            rows = QuantisedMatrix(matrix.numbers[ids], scale, zeros, global_scale=global_scale)
+            return widen(rows, matrix.columns)
         # Each row becomes a block of its own.
         columns = matrix.scale[ids // BLOCK[0]].repeat_interleave(BLOCK[1], 1)[:, : matrix.columns]
         return matrix.numbers[ids].float() * columns
@@ -49,9 +50,8 @@ class Kept:
         if not has_scales(module):
             return self.plain.apply(module, x, dtype)
         matrix = matrix_of(module)
-        out = self.kernels.linear_stored(
-            x, matrix.numbers, matrix.scale, matrix.zeros, cast("Tensor | None", module.bias)
-        )
+        more = matrix.zeros, matrix.global_scale, cast("Tensor | None", module.bias)
+        out = self.kernels.linear_stored(x, matrix.numbers, matrix.scale, *more)
         return out if dtype is None else out.to(dtype)
 
 
@@ -61,5 +61,8 @@ def has_scales(module: nn.Module) -> bool:
 
 
 def matrix_of(module: nn.Module) -> QuantisedMatrix:
-    zeros = cast("Tensor | None", module.weight_zeros)
-    return QuantisedMatrix(cast(Tensor, module.weight).detach(), cast(Tensor, module.weight_scale_inv), zeros)
+    numbers, scale = cast(Tensor, module.weight).detach(), cast(Tensor, module.weight_scale_inv)
+    zeros, global_scale = (
+        cast("Tensor | None", tensor) for tensor in (module.weight_zeros, module.weight_global_scale)
+    )
+    return QuantisedMatrix(numbers, scale, zeros, global_scale=global_scale)

@@ -11,6 +11,9 @@ words have an order of their own:
     compressed-tensors  weight_packed [N, K / 8]                      weight_zero_point [N / 8, groups]
                         weight_scale [N, groups]
 
+NVFP4 has bytes: ModelOpt's weight [N, K / 2] with weight_scale_2, a factor, and compressed-tensors'
+weight_packed [N, K / 2] with weight_global_scale, a divisor; both weight_scale [N, K / 16].
+
 AWQ (https://arxiv.org/abs/2306.00978): the eight numbers of a word are those of outputs 0 2 4 6 1 3 5 7. GPTQ
 (https://arxiv.org/abs/2210.17323): its first version stores zeros minus one.
 """
@@ -132,6 +135,12 @@ def of_words(words: Tensor, bits: int) -> Tensor:
     """[rows, W] int32 → [rows, W * 32 / bits] uint8"""
     as_bytes = words.contiguous().view(torch.uint8)
     return unpacked(as_bytes) if bits == 4 else as_bytes
+
+
+def nvfp4(halves: Tensor, scale: Tensor, global_scale: Tensor) -> QuantisedMatrix:
+    """halves [N, K / 2], scale [N, K / 16] float8, global_scale: one number."""
+    by_row = global_scale.float().reshape(1, 1).expand(len(halves), 1).contiguous()
+    return QuantisedMatrix(halves, scale, global_scale=by_row)
 
 
 def mxfp4(blocks: Tensor, exponents: Tensor) -> QuantisedMatrix:

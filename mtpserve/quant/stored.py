@@ -1,29 +1,31 @@
 """A quantised matrix in the form in which it is kept or widened, whatever the checkpoint's layout (see
 published.py): numbers of few bits, their scales, and for integers their zeros.
 
-    numbers   float8 (e4m3) or int8 [N, K] · whole numbers from 0 on, uint8: of eight bits [N, K], of four
-              bits [N, K / 2], two in a byte, the low half first · e2m1 in uint8 [N, K / 2], in the same
-              order: MXFP4, whose scales are exponents alone
-    scale     [N, groups]: of each row, the columns in equal groups; or [N / 128, K / 128] rounded up, of
-              blocks: see fp8.py
-    zeros     [N, groups] uint8: the whole number that stands for 0; None: the middle of the range, 8 or 128
-    group_of  [K]: the group of each column, where they are not in order (GPTQ's act order)
+    numbers       float8 (e4m3) or int8 [N, K] · whole numbers from 0 on, uint8: of eight bits [N, K], of four
+                  bits [N, K / 2], two in a byte, the low half first · e2m1 in uint8 [N, K / 2], in the same
+                  order, whose scales have one byte: MXFP4 and NVFP4, see e2m1.py
+    scale         [N, groups]: of each row, the columns in equal groups; or [N / 128, K / 128] rounded up, of
+                  blocks: see fp8.py
+    zeros         [N, groups] uint8: the whole number that stands for 0; None: the middle of the range, 8 or
+                  128
+    group_of      [K]: the group of each column, where they are not in order (GPTQ's act order)
+    global_scale  [N, 1] float32: NVFP4's second scale; one for a matrix, and rows may be those of several
 
-    weight[n, k] = (numbers[n, k] - zeros[n, g]) * scale[n, g]        g: the group of column k
+    weight[n, k] = (numbers[n, k] - zeros[n, g]) * scale[n, g] * global_scale[n]     g: the group of column k
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from mtpserve.quant.e2m1 import dequantize_e2m1
 from mtpserve.quant.fp8 import BLOCK, FP8, SCALE, dequantize_block, in_blocks, is_finite
-from mtpserve.quant.mxfp4 import dequantize_mxfp4
 
-ZEROS = "_zeros"  # suffix of a matrix's name, in modules
+ZEROS, GLOBAL_SCALE = "_zeros", "_global_scale"  # suffixes of a matrix's name, in modules
 MIDDLE = 8  # the number of four bits that stands for 0 where there are no zeros
 # that are widened at a time: in float32, several times, a whole matrix would be the largest thing in memory
 NUMBERS = 1 << 22
@@ -35,6 +37,7 @@ class QuantisedMatrix:
     scale: Tensor
     zeros: Tensor | None = None
     group_of: Tensor | None = None
+    global_scale: Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -49,15 +52,15 @@ class QuantisedMatrix:
     def rows(self, start: int, stop: int) -> QuantisedMatrix:
         """A part. In blocks it begins where a block begins."""
         block_rows = BLOCK[0] if self.in_blocks else 1
-        scale, zeros = (
-            self.scale[start // block_rows : -(-stop // block_rows)],
-            None if self.zeros is None else self.zeros[start:stop],
+        scale = self.scale[start // block_rows : -(-stop // block_rows)]
+        zeros, global_scale = (
+            None if tensor is None else tensor[start:stop] for tensor in (self.zeros, self.global_scale)
         )
-        return replace(self, numbers=self.numbers[start:stop], scale=scale, zeros=zeros)
+        return QuantisedMatrix(self.numbers[start:stop], scale, zeros, self.group_of, global_scale)
 
     def in_order(self, arrange: Callable[[Tensor], Tensor]) -> QuantisedMatrix:
         """The rows, of all experts where there are some, in the order to which `arrange` puts them."""
-        assert self.zeros is None and self.group_of is None
+        assert self.zeros is None and self.group_of is None and self.global_scale is None
         numbers, scale = (arrange(tensor).reshape(tensor.shape) for tensor in (self.numbers, self.scale))
         return QuantisedMatrix(numbers, scale)
 
@@ -79,14 +82,16 @@ class QuantisedMatrix:
     def is_finite(self) -> bool:
         if self.numbers.dtype == torch.float8_e4m3fn:
             return is_finite(self.numbers, self.scale.float())
-        return bool(torch.isfinite(self.scale.float()).all())
+        scales = (self.scale,) if self.global_scale is None else (self.scale, self.global_scale)
+        return all(bool(torch.isfinite(scale.float()).all()) for scale in scales)
 
 
 def widen(matrix: QuantisedMatrix, columns: int) -> Tensor:
     """→ [N, columns] float32"""
     numbers, scale = matrix.numbers, matrix.scale
-    if scale.dtype == torch.float8_e8m0fnu and numbers.dtype == torch.uint8:
-        return dequantize_mxfp4(numbers.unflatten(-1, (-1, 16)), scale.view(torch.uint8))
+    if scale.itemsize == 1 and numbers.dtype == torch.uint8:
+        wide = dequantize_e2m1(numbers, scale)
+        return wide if matrix.global_scale is None else wide.mul_(matrix.global_scale)
     if matrix.in_blocks:
         return dequantize_block(numbers, scale)
     is_integer = numbers.dtype == torch.uint8
@@ -106,16 +111,24 @@ def widen(matrix: QuantisedMatrix, columns: int) -> Tensor:
 
 
 def make_room_by_row(
-    module: nn.Module, name: str, bits: int, groups: int, zeros: bool, scales: torch.dtype
+    module: nn.Module,
+    name: str,
+    bits: int,
+    groups: int,
+    zeros: bool,
+    scales: torch.dtype,
+    global_scale: bool = False,
 ) -> None:
-    """Changes a module before loading: the parameter `name` [..., rows, columns] becomes float8, or integers
-    of four bits, with as many scales for each row. `name`_scale_inv is added and, if there are zeros,
-    `name`_zeros."""
+    """Changes a module before loading: the parameter `name` [..., rows, columns] becomes float8, or numbers
+    of four bits, with as many scales for each row. `name`_scale_inv is added and, where the format has them,
+    `name`_zeros and `name`_global_scale."""
     old = module.get_parameter(name)
     shape, one = (*old.shape[:-1], groups), (*old.shape[:-1], old.shape[-1] * bits // 8)
     params = {name: (one, FP8 if bits == 8 else torch.uint8), name + SCALE: (shape, scales)}
     if zeros:
         params[name + ZEROS] = shape, torch.uint8
+    if global_scale:
+        params[name + GLOBAL_SCALE] = (*old.shape[:-1], 1), torch.float32
     for param_name, (size, dtype) in params.items():
         setattr(
             module,

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtpserve.quant.fp8 import BLOCK, make_room
+from mtpserve.quant.fp8 import BLOCK, FP8, make_room
 from mtpserve.quant.stored import make_room_by_row
-from mtpserve.weights.formats import StoredFormat
+from mtpserve.weights.matrix_formats import StoredFormat
 from mtpserve.weights.plan import Placement, parts_of
 from mtpserve.weights.shards import Shard
 
 log = logging.getLogger(__name__)
 NOT_WHOLE = "a rank's part of it would not be whole blocks or groups"
-STEP = 32  # columns: a kernel's step over the inputs stays in a group
+STEP = 32  # columns: a kernel's step over the inputs stays in a group, but NVFP4's
 
 
 def hold_blocks(
@@ -45,22 +45,13 @@ def hold_blocks(
         if (why := why_wide(owner, name, members, formats, kinds, shard)) is not None:
             log.debug("%s is expanded to --dtype: %s", target, why)
             cut += [target] if why == NOT_WHOLE else []
-        elif formats[0].groups is None:
+        elif (whole := formats[0].groups) is None:
             make_room(owner, name, parts_of(owner, name))
         else:
-            scales = (
-                torch.float32
-                if formats[0].bits == 8
-                else torch.float8_e8m0fnu
-                if formats[0].floats
-                else scale_dtype(members)
-            )
-            groups = (
-                formats[0].groups
-                if formats[0].groups == 1
-                else formats[0].groups * shard.dims[-1].size // shard.columns
-            )
-            make_room_by_row(owner, name, formats[0].bits, groups, any(fmt.zeros for fmt in formats), scales)
+            first, zeros = formats[0], any(fmt.zeros for fmt in formats)
+            groups = whole if whole == 1 else whole * shard.dims[-1].size // shard.columns
+            scales = scale_dtype(first, members)
+            make_room_by_row(owner, name, first.bits, groups, zeros, scales, first.global_scale)
     return cut
 
 
@@ -92,7 +83,7 @@ def why_wide(
         block_shape = BLOCK
     else:
         block_shape = 1, 2 if first.groups == 1 else shard.columns // first.groups
-        if first.groups > 1 and block_shape[1] % STEP:
+        if first.groups > 1 and block_shape[1] % STEP and not first.global_scale:
             return f"no product reads {first.label}"
     if not shard.filled or not all(
         dim.divides(block) for dim, block in zip(shard.dims[-2:], block_shape, strict=True)
@@ -101,9 +92,13 @@ def why_wide(
     return None
 
 
-def scale_dtype(members: list[Placement]) -> torch.dtype:
-    """Returns the checkpoint's dtype of scales: with 32 numbers of four bits each, scales of 32 bits would be
-    a fifth of a matrix."""
+def scale_dtype(first: StoredFormat, members: list[Placement]) -> torch.dtype:
+    """Returns the dtype of scales. That of four bits is the checkpoint's: with 32 numbers each, scales of 32
+    bits would be a fifth of a matrix."""
+    if first.bits == 8:
+        return torch.float32
+    if first.floats:
+        return FP8 if first.global_scale else torch.float8_e8m0fnu
     stored = {placement.checkpoint.tensors[placement.group.tensors["scale"]].dtype for placement in members}
     return (
         {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.pop(), torch.float32)

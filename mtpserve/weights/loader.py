@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from time import monotonic
 
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 from mtpserve.core.errors import LoadError
 from mtpserve.core.protocols.parallel import ALONE, Ranks
 from mtpserve.quant.fp8 import BLOCK, SCALE
-from mtpserve.quant.stored import MIDDLE, ZEROS, QuantisedMatrix
+from mtpserve.quant.stored import GLOBAL_SCALE, MIDDLE, ZEROS, QuantisedMatrix
 from mtpserve.weights.audit import all_finite, parameters
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.finish import Finisher, inside
-from mtpserve.weights.formats import read_scaled
+from mtpserve.weights.matrix_formats import read_scaled
 from mtpserve.weights.plan import Placement, WeightSource, plan
 from mtpserve.weights.rules import COPY, Rule
 from mtpserve.weights.shards import Shard, clear, shards_of
@@ -121,7 +122,8 @@ def put(placement: Placement, shard: Shard, targets: Mapping[str, Tensor], check
     stored. Raises LoadError."""
     parameter, zeros = targets[placement.target], targets.get(placement.target + ZEROS)
     if (scales := targets.get(placement.target + SCALE)) is not None:
-        _keep(placement, shard, parameter, scales, zeros, check_finite)
+        global_scales = targets.get(placement.target + GLOBAL_SCALE)
+        _keep(placement, shard, parameter, scales, zeros, global_scales, check_finite)
     else:
         _fill(placement, shard, parameter, check_finite)
 
@@ -151,9 +153,9 @@ def _fill(placement: Placement, shard: Shard, parameter: Tensor, check_finite: b
 
 def _keep(
     placement: Placement, shard: Shard, parameter: Tensor, scales: Tensor, zeros: Tensor | None,
-    check_finite: bool
+    global_scales: Tensor | None, check_finite: bool
 ) -> None:  # fmt: skip
-    """Copies stored weights, their scales and zeros."""
+    """Copies stored weights, their scales, zeros and global scales."""
     moves = list(placement.region.moves(shard))
     if not moves:
         return
@@ -173,6 +175,10 @@ def _keep(
         target = QuantisedMatrix(numbers.of(parameter.detach()), scale.of(scales.detach()))
         target.numbers.copy_(stored.numbers[numbers.taken])
         target.scale.copy_(stored.scale[scale.taken])
+        if global_scales is not None and stored.global_scale is not None:
+            by_row = move.by(1, 0)
+            of_rows = by_row.of(global_scales.detach())
+            target = replace(target, global_scale=of_rows.copy_(stored.global_scale[by_row.taken]))
         if check_finite and not target.is_finite():
             raise LoadError(f"{placement.entry.file}: {placement.name} holds NaN or infinite numbers")
         if zeros is not None:

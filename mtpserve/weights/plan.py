@@ -23,7 +23,8 @@ from mtpserve.weights.audit import Audit, Fill, parameters, row_count
 from mtpserve.weights.checkpoint import hf, schemes
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
-from mtpserve.weights.formats import Group, StoredFormat
+from mtpserve.weights.formats import Group
+from mtpserve.weights.matrix_formats import StoredFormat
 from mtpserve.weights.rules import (
     COPY,
     Arranged,

@@ -150,6 +150,27 @@ def test_a_format_that_the_checkpoint_has_may_be_named(name: str, method: str, m
     assert name in FORMATS
 
 
+MODELOPT, PACKED = {"quant_method": "modelopt"}, {"quant_method": "compressed-tensors"}
+MIXED = {"quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}}}
+HAVE_NVFP4: list[dict[str, Any]] = [MODELOPT | {"quant_algo": "NVFP4"}, MODELOPT | {"quant_algo": "MIXED_PRECISION"} | MIXED]
+HAVE_NVFP4 += [PACKED | {"format": "nvfp4-pack-quantized"}, PACKED | {"config_groups": {"group_0": {"format": "nvfp4-pack-quantized"}}}]
+HAVE_NONE: list[dict[str, Any]] = [MODELOPT | {"quant_algo": "FP8"}, PACKED | {"format": "float-quantized"}]
+
+
+@pytest.mark.parametrize("section", HAVE_NVFP4 + HAVE_NONE, ids=str)
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt_fp4", "petit_nvfp4", "modelopt", "compressed-tensors"])
+def test_nvfp4_may_be_named_where_it_is(name: str, section: dict[str, Any]) -> None:
+    """The method has other formats, too."""
+    engine, config = parse(["m", "--quantization", name]).engine, HFConfig(Path("m/config.json"), {"quantization_config": section})
+    method = section["quant_method"]
+    if name == method or (section in HAVE_NVFP4 and (name == "nvfp4" or method == "modelopt" != name != "compressed-tensors")):
+        assert with_format(engine, config).model.quantization == "auto"
+        return
+    stored = f"{method} NVFP4" if section in HAVE_NVFP4 else method
+    with pytest.raises(ConfigError, match=f"--quantization {name}: m has weights in the format {stored}: leave the option out"):
+        with_format(engine, config)
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq", "modelopt", "bitsandbytes", "torchao", "quark"])
 def test_another_format_is_refused_with_what_the_checkpoint_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpserve.engine.startup.storage.quantization", lambda config: config.values["method"])

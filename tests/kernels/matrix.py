@@ -150,15 +150,16 @@ def rows(target: str) -> None:
     launch(target in FLOAT8)
 
 
-def by_row(shape: tuple[int, ...], fp8: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+def by_row(shape: tuple[int, ...], fp8: bool) -> Iterator[tuple[torch.Tensor | None, ...]]:
     """Weights [..., N, K] with scales of each row: one or many, in every form."""
     one, narrow, wide = ((*shape[:-1], groups) for groups in (1, shape[-1] // 32, shape[-1] // 128))
     if fp8:
-        yield torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.zeros(one), None
+        yield torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.zeros(one), None, None
     halves = torch.zeros((*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
-    yield halves, torch.zeros(narrow, dtype=torch.bfloat16), None
-    yield halves, torch.zeros(wide, dtype=torch.float16), torch.zeros(wide, dtype=torch.uint8)
-    yield halves, torch.zeros(narrow, dtype=torch.float8_e8m0fnu), None
+    yield halves, torch.zeros(narrow, dtype=torch.bfloat16), None, None
+    yield halves, torch.zeros(wide, dtype=torch.float16), torch.zeros(wide, dtype=torch.uint8), None
+    yield halves, torch.zeros(narrow, dtype=torch.float8_e8m0fnu), None, None
+    yield halves, torch.zeros((*shape[:-1], shape[-1] // 16), dtype=torch.float8_e4m3fn), None, torch.zeros(one)
 
 
 def mixtures(target: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-ByRow = Callable[[tuple[int, ...], bool], Iterator[tuple[Tensor, Tensor, Tensor | None]]]
+ByRow = Callable[[tuple[int, ...], bool], Iterator[tuple[Tensor | None, ...]]]
 CLAMPED = (1.702, 7.0, 7.0, 1.0)
 GROUPED_ROWS = (65, 150, 300, 700)  # two of 16 experts: tiles of 16, 32, 64 and 128 rows
 

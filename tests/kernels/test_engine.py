@@ -5,6 +5,7 @@ In float32: what rounds more coarsely may choose another token where two are nea
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -177,6 +178,25 @@ def test_without_gpu_or_interpreter_the_kernels_are_refused(monkeypatch: pytest.
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="--attention-backend triton needs a GPU"):
         build_engine(EngineConfig(model=ModelConfig(attention_backend="triton")))
+
+
+def test_nvfp4_stays_four_bits(tmp_path: Path) -> None:
+    """Projections and experts: kept by plain torch and by the kernels, against widened."""
+    from tests.models.checkpoints import qwen3_moe
+    from tests.models.harness import Harness
+    from tests.weights.published import LAYOUTS, converted, write
+
+    tiny = qwen3_moe(tmp_path / "source", hidden_size=64, intermediate_size=48, moe_intermediate_size=80, head_dim=16)
+    config, writer = LAYOUTS["NVFP4"]
+    quantised, _ = converted(tiny.tensors, lambda name: name.endswith("_proj.weight"), writer)
+    here, ids = write(tmp_path / "here", tiny.config | {"quantization_config": config}, quantised), [[3, 7, 1, 20, 4, 4, 11], [5]]
+    wanted = Harness(here, ids, 16).all_logits((4, 1))
+    for backend in ("reference", "triton"):
+        kept = Harness(here, ids, 16, keep_blocks=True, backend=backend)
+        matrices = [part for name, part in kept.model.named_parameters() if re.search(r"(gate_up|down|qkv|output)(\.weight)?$", name)]
+        assert matrices and all(part.dtype == torch.uint8 for part in matrices)
+        for ours, other in zip(kept.all_logits((4, 1)), wanted, strict=True):
+            torch.testing.assert_close(ours, other, atol=1e-4, rtol=1e-4)
 
 
 def test_gpt_oss_experts_stay_four_bits(tmp_path: Path) -> None:

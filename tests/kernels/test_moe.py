@@ -248,7 +248,9 @@ def test_float8_experts(device: torch.device, rows: int, hidden: int, size: int,
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("forms", [("float8", "float8"), ("int4", "int4"), ("zeros", "mxfp4"), ("mxfp4", None), (None, "float8")], ids=str)
+@pytest.mark.parametrize(
+    "forms", [("float8", "float8"), ("int4", "nvfp4"), ("nvfp4", "int4"), ("zeros", "mxfp4"), ("mxfp4", None), (None, "float8")], ids=str
+)
 @pytest.mark.parametrize(
     ("rows", "hidden", "size", "number", "top", "groups"), [(5, 192, 64, 5, 3, 2), (1, 64, 96, 8, 2, 1), (20, 128, 128, 3, 1, 4)]
 )
@@ -264,7 +266,7 @@ def test_experts_with_scales_by_row(
         x = (numbers(device, rows, hidden) / 16).to(dtype)
         matrices: list[Tensor | None] = []
         for form, shape in zip(forms, ((number, 2 * size, hidden), (number, hidden, size)), strict=True):
-            whole = (numbers(device, *shape).to(dtype), None, None)
+            whole = (numbers(device, *shape).to(dtype), None, None, None)
             matrices += whole if form is None else stored_by_row(device, shape, groups, form)
         biases = numbers(device, number, 2 * size).to(dtype), numbers(device, number, hidden).to(dtype)
         plain, biased = (), (*biases, (1.7, 0.5, 0.5, 1.0))

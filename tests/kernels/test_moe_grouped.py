@@ -99,7 +99,7 @@ def test_the_order_of_rows_changes_no_row(device: torch.device) -> None:
     assert torch.equal(experts(*here, gate_up, down, None, None), there[order])
 
 
-@pytest.mark.parametrize("kind", ["clamped", "squared", "float8", "int4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["clamped", "squared", "float8", "int4", "mxfp4", "nvfp4"])
 def test_grouped_experts_of_every_form(device: torch.device, kind: str) -> None:
     if kind == "float8" and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no e4m3 before sm_89")
@@ -108,7 +108,7 @@ def test_grouped_experts_of_every_form(device: torch.device, kind: str) -> None:
     gate_up, down = numbers(device, number, 2 * size, hidden) / 8, numbers(device, number, hidden, size) / 8
     biases = numbers(device, number, 2 * size), numbers(device, number, hidden)
     poison(chosen, number, gate_up, down, *biases)
-    call: Any = experts_rows if kind in ("int4", "mxfp4") else experts
+    call: Any = experts_rows if kind in ("int4", "mxfp4", "nvfp4") else experts
     matrices: tuple[Any, ...] = (gate_up, down, None, None)
     options: dict[str, Any] = {}
     if kind == "clamped":

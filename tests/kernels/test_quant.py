@@ -57,25 +57,36 @@ def test_many_rows(device: torch.device, rows: int, outputs: int, inputs: int) -
     torch.testing.assert_close(actual.float(), expected.float(), atol=5e-2, rtol=1e-2)
 
 
-def stored_by_row(device: torch.device, shape: tuple[int, ...], groups: int, form: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[..., N, K] → weight, scale and zeros. Numbers of float8 have no more bits than the interpreter converts exactly."""
+Stored = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def stored_by_row(device: torch.device, shape: tuple[int, ...], groups: int, form: str) -> Stored:
+    """[..., N, K] → weight, scale, zeros and global scales; `groups` is not NVFP4's number. Numbers of float8 have no more bits than the
+    interpreter converts exactly."""
     dice = torch.Generator().manual_seed(sum(shape))
     scale = torch.rand((*shape[:-1], groups), generator=dice) * 0.02 + 0.01
     if form == "float8":
         numbers = torch.randint(-8, 9, shape, generator=dice).float().to(torch.float8_e4m3fn)
-        return numbers.to(device), scale.to(device), None
+        return numbers.to(device), scale.to(device), None, None
     numbers = torch.randint(256, (*shape[:-1], shape[-1] // 2), generator=dice, dtype=torch.uint8)
     if form == "mxfp4":
         exponents = torch.randint(118, 124, scale.shape, generator=dice, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-        return numbers.to(device), exponents.to(device), None
+        return numbers.to(device), exponents.to(device), None, None
+    if form == "nvfp4":
+        scale = torch.randint(1, 127, (*shape[:-1], shape[-1] // 16), generator=dice, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        second = torch.rand((*shape[:-1], 1), generator=dice) * 1e-4 + 1e-5
+        return numbers.to(device), scale.to(device), None, second.to(device)
     zeros = torch.randint(17, scale.shape, generator=dice, dtype=torch.uint8) if form == "zeros" else None
-    return numbers.to(device), scale.half().to(device), None if zeros is None else zeros.to(device)
+    return numbers.to(device), scale.half().to(device), None if zeros is None else zeros.to(device), None
 
 
-@pytest.mark.parametrize("form", ["float8", "int4", "zeros", "mxfp4"])
+FORMS = ["float8", "int4", "zeros", "mxfp4", "nvfp4"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "groups", "splits"),
-    [(5, 70, 300, 1, None), (17, 33, 192, 6, 1), (3, 40, 480, 5, 4), (2, 1, 64, 2, 1)],
+    [(5, 70, 304, 1, None), (17, 33, 192, 6, 1), (3, 40, 480, 5, 4), (2, 1, 64, 2, 1)],
 )
 def test_scales_by_row(device: torch.device, rows: int, outputs: int, inputs: int, groups: int, splits: int | None, form: str) -> None:
     """Beside the rows of x, its last columns and all of the memory around it there is NaN."""
@@ -90,8 +101,8 @@ def test_scales_by_row(device: torch.device, rows: int, outputs: int, inputs: in
         torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("form", ["float8", "int4", "zeros", "mxfp4"])
-@pytest.mark.parametrize(("outputs", "inputs", "groups"), [(3, 1100, 1), (1, 64, 2), (5, 2048, 16)])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("outputs", "inputs", "groups"), [(3, 1104, 1), (1, 64, 2), (5, 2048, 16)])
 def test_widened(device: torch.device, outputs: int, inputs: int, groups: int, form: str) -> None:
     stored = stored_by_row(device, (outputs, inputs), groups, form)
     for dtype in (torch.float32, torch.float16):
@@ -101,3 +112,17 @@ def test_widened(device: torch.device, outputs: int, inputs: int, groups: int, f
 def test_a_group_that_no_step_fits_into(device: torch.device) -> None:
     with pytest.raises(AssertionError):
         linear_rows(torch.zeros(1, 96, device=device), *stored_by_row(device, (64, 96), 4, "int4"))
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "splits"), [(3, 5, 16, 1), (4, 19, 80, 1), (2, 33, 432, 3)])
+def test_groups_of_16_need_no_whole_step(device: torch.device, rows: int, outputs: int, inputs: int, splits: int) -> None:
+    """NVFP4 with rows that end in the middle of a step, and scales of zero and of the smallest numbers; behind each row there is NaN."""
+    weight, scale, _, second = stored_by_row(device, (outputs, inputs), 1, "nvfp4")
+    scale.view(torch.uint8)[::2, 0], scale.view(torch.uint8)[1::2, 0] = 0, 1
+    around = torch.full((rows, inputs + 64), torch.nan, device=device)
+    around[:, :inputs] = torch.randn(rows, inputs, device=device)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 1e-2)):
+        x = around.to(dtype)[:, :inputs]
+        actual, expected = (product(x, weight, scale, None, second) for product in (linear_rows, reference.linear_rows))
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(linear_rows(x, weight, scale, None, second, splits=splits), expected, atol=tolerance, rtol=tolerance)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4DecoderLayer, DeepseekV4HyperHead, DeepseekV4RMSNorm
 
+from mtpserve.quant.e2m1 import dequantize_e2m1
 from mtpserve.quant.fp8 import dequantize_block, quantize_block
-from mtpserve.quant.mxfp4 import dequantize_mxfp4
 from tests.models.checkpoints import Tiny, randomise, settings, write
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -158,7 +158,7 @@ def quantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             rows, columns = tensor.shape
             blocks = torch.randint(256, (rows, columns // 32, 16), dtype=torch.uint8)
             scales = torch.randint(121, 125, (rows, columns // 32), dtype=torch.uint8)
-            tensor.copy_(dequantize_mxfp4(blocks, scales))
+            tensor.copy_(dequantize_e2m1(blocks.flatten(-2), scales.view(torch.float8_e8m0fnu)))
             found |= {name: blocks.flatten(1).view(torch.int8), f"{stem}.scale": scales.view(torch.float8_e8m0fnu)}
         elif re.search(r"\.(attn|attn\.indexer)\.w[qko]\w+$|\.shared_experts\.w\d$|\.[eh]_proj$", stem):
             weight, scale = quantize_block(tensor)

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeDecoderLayer
 from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashDecoderLayer
 
+from mtpserve.quant.e2m1 import dequantize_e2m1
 from mtpserve.quant.fp8 import dequantize_block, quantize_block
-from mtpserve.quant.mxfp4 import dequantize_mxfp4
 from tests.models.checkpoints import LLAMA, MTP, Tiny, randomise, renamed, settings, stored, write
 
 OSS_YARN = {
@@ -130,7 +130,7 @@ def gpt_oss(directory: Path, mxfp4: bool = False, seed: int = 0, **options: Any)
             experts, inputs, outputs = tensor.shape
             blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
             scales = torch.randint(122, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
-            tensor.copy_(dequantize_mxfp4(blocks, scales).mT)
+            tensor.copy_(dequantize_e2m1(blocks.flatten(-2), scales.view(torch.float8_e8m0fnu)).mT)
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         else:
             tensors[name] = tensor.clone()

@@ -43,6 +43,7 @@ from tests.models.test_families import SEVERAL_BLOCKS, Make
 from tests.ranks import Peer, on_ranks, thread_ranks
 from tests.tiny import run
 from tests.weights.gguf_files import as_gguf
+from tests.weights.published import LAYOUTS, converted, write
 
 Logits = dict[Thread, list[Tensor]]
 MTP = SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=2, speculative_adaptive=False)
@@ -241,6 +242,17 @@ def test_matrices_in_float8_stay_so(tmp_path: Path, logits: Logits, caplog: pyte
 def test_integers_of_four_bits_stay_so(tmp_path: Path, logits: Logits) -> None:
     tiny = gpt_oss(tmp_path, mxfp4=True, hidden_size=96, intermediate_size=128)
     compare(config_of(tiny.directory, PLAIN, "reference", quantization="int4"), 2, logits)
+
+
+def test_groups_of_16_stay_so(tmp_path: Path, logits: Logits, caplog: pytest.LogCaptureFixture) -> None:
+    """NVFP4: experts of 32 columns are cut into whole groups; each rank has the global scales of its rows."""
+    tiny = glm4_moe(tmp_path / "source", hidden_size=64, head_dim=16, intermediate_size=96, moe_intermediate_size=32)
+    config, writer = LAYOUTS["NVFP4"]
+    quantised, _ = converted(tiny.tensors, lambda name: name.endswith("_proj.weight") and "eh_proj" not in name, writer)
+    here = write(tmp_path / "here", tiny.config | {"quantization_config": config}, quantised)
+    asked = config_of(here, MTP, "reference", quantization="int4")
+    compare(asked, 2, logits)
+    assert fixed_weights(asked, 2) < 0.7 * fixed_weights(asked, 1) and not caplog.messages
 
 
 def test_int8_is_rounded_by_each_rank(tmp_path: Path, logits: Logits) -> None:

@@ -12,9 +12,9 @@ from mtpserve.layers.devices import torch_kernels
 from mtpserve.layers.devices.torch_kernels import STRIP, experts
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.moe import Experts
+from mtpserve.quant.e2m1 import dequantize_e2m1
 from mtpserve.quant.fp8 import FP8, dequantize_block, is_finite, make_room, quantize_block
 from mtpserve.quant.kept import Kept
-from mtpserve.quant.mxfp4 import dequantize_mxfp4
 from mtpserve.quant.stored import make_room_by_row
 from mtpserve.quant.unquantized import Unquantized
 
@@ -59,20 +59,23 @@ def test_rows(outputs: int, inputs: int) -> None:
 
 INPUTS = 192
 FORMS = {"float8 by row": (8, 1), "float8 in groups": (8, 4), "int4": (4, 4), "int4 with zeros": (4, 4), "int4 by row": (4, 1)}
-FORMS |= {"MXFP4": (4, 3), "one output": (8, 1)}
+FORMS |= {"MXFP4": (4, 3), "NVFP4": (4, 3), "one output": (8, 1)}
 
 
 def by_row(owner: nn.Module, name: str, form: str) -> Tensor:
     """Random stored weights in place of a parameter → what they are worth."""
     bits, groups = FORMS[form]
-    groups = groups if form != "MXFP4" else owner.get_parameter(name).shape[-1] // 32
-    kind = torch.float32 if bits == 8 else torch.float8_e8m0fnu if form == "MXFP4" else torch.float16
-    make_room_by_row(owner, name, bits, groups, "zeros" in form, kind)
+    groups = owner.get_parameter(name).shape[-1] // {"MXFP4": 32, "NVFP4": 16}[form] if "FP4" in form else groups
+    kinds = {"MXFP4": torch.float8_e8m0fnu, "NVFP4": torch.float8_e4m3fn}
+    make_room_by_row(
+        owner, name, bits, groups, "zeros" in form, kinds.get(form, torch.float32 if bits == 8 else torch.float16), form == "NVFP4"
+    )
     numbers, scale = owner.get_parameter(name).data, owner.get_parameter(name + "_scale_inv").data
-    if form == "MXFP4":
-        scale.view(torch.uint8).random_(120, 128)
+    if "FP4" in form:
+        scale.view(torch.uint8).random_(120, 127)
         numbers.random_(0, 256)
-        return dequantize_mxfp4(numbers.unflatten(-1, (-1, 16)), scale.view(torch.uint8))
+        wide = dequantize_e2m1(numbers, scale)
+        return wide if form == "MXFP4" else wide * owner.get_parameter(name + "_global_scale").data.uniform_(1e-4, 1e-3)
     scale.copy_(torch.rand(scale.shape) * 0.1 + 0.01)
     zeros = torch.full(scale.shape, 8)
     if "zeros" in form:

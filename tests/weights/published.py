@@ -142,6 +142,25 @@ def mxfp4(matrix: Tensor) -> Written:
     }, wide
 
 
+def nvfp4(matrix: Tensor, modelopt: bool = True) -> Written:
+    """Bytes of two numbers, float8 scales of groups of 16, and a scale of the matrix: ModelOpt's, which is multiplied, or the reciprocal of
+    compressed-tensors'. Both tools write a scale of the inputs, too."""
+    second = torch.tensor(float(matrix.abs().max()) / (448 * 6))
+    groups = matrix.unflatten(1, (-1, 16))
+    scale = (groups.abs().amax(-1) / 6 / second).clamp(2**-9, 448).to(torch.float8_e4m3fn)
+    values = torch.tensor(E2M1)
+    numbers = (groups / (scale.float() * second).unsqueeze(-1)).unsqueeze(-1).sub(values).abs().argmin(-1)
+    flat, inputs = numbers.flatten(1), torch.tensor([0.01])
+    halves = (flat[:, ::2] + 16 * flat[:, 1::2]).byte()
+    if modelopt:
+        found = {".weight": halves, ".weight_scale": scale, ".weight_scale_2": second, ".input_scale": inputs[0]}
+    else:
+        found = {".weight_packed": halves, ".weight_scale": scale, ".input_global_scale": 1 / inputs}
+        found[".weight_global_scale"] = divisor = (1 / second).reshape(1)
+        second = 1 / divisor
+    return found, (values[numbers] * scale.float().unsqueeze(-1)).flatten(1) * second
+
+
 COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
 
 
@@ -178,6 +197,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Writer]] = {
     "packed, 8 bits": (scheme("pack-quantized", 8, "int", "group"), partial(packed, bits=8)),
     "packed in act order": (scheme("pack-quantized", 4, "int", "group", actorder="group"), partial(packed, act_order=True)),
     "MXFP4": (scheme("mxfp4-pack-quantized", 4, "float", "group", group_size=32), mxfp4),
+    "NVFP4": (MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}, nvfp4),
+    "NVFP4, packed": (scheme("nvfp4-pack-quantized", 4, "float", "tensor_group", group_size=16), partial(nvfp4, modelopt=False)),
 }  # fmt: skip
 
 

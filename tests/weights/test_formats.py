@@ -17,7 +17,7 @@ from mtpserve.engine.startup.build import build_engine
 from mtpserve.engine.startup.planning import Described, describe, fixed, load_model
 from mtpserve.engine.startup.storage import Storage, storage_of
 from mtpserve.layers.devices.torch_kernels import torch_kernels
-from mtpserve.quant.mxfp4 import dequantize_mxfp4
+from mtpserve.quant.e2m1 import dequantize_e2m1
 from mtpserve.quant.published import in_chunks
 from mtpserve.tools.inspect.checkpoint import inspect_model
 from mtpserve.weights import formats
@@ -29,7 +29,7 @@ from mtpserve.weights.rules import Arranged, Expert, Rule, Stack
 from tests.models import checkpoints
 from tests.models.harness import Harness
 from tests.tiny import run, spec_of
-from tests.weights.published import LAYOUTS, Writer, awq, converted, float8, gptq, packed, write
+from tests.weights.published import LAYOUTS, Writer, awq, converted, float8, gptq, mxfp4, nvfp4, packed, write
 
 K = 96
 RULES = [
@@ -94,7 +94,7 @@ def test_experts_in_one_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
     module, rules = Fused().to(dtype), [*RULES[:2], Rule(r"gate_proj", "experts"), Rule(r"gate_proj_bias", "bias")]
     module.register_parameter("bias", nn.Parameter(torch.zeros(2, dtype=dtype)))
     load(module, Checkpoint.open(write(tmp_path, {}, source)), rules, dtype=dtype, device="cpu")
-    assert torch.equal(module.experts, dequantize_mxfp4(blocks, exponents).to(dtype))
+    assert torch.equal(module.experts, dequantize_e2m1(blocks.flatten(-2), exponents.view(torch.float8_e8m0fnu)).to(dtype))
     for change, message in (
         ({"gate_proj_scales": exponents[:, :, :1]}, r"gate_proj_scales has shape \[2, 96, 1\] .*needs \[2, 96, 3\] in U8, F8_E8M0"),
         ({"gate_proj_blocks": blocks[:1]}, r"gate_proj_blocks has shape \[1, 96, 3, 16\] .*needs \[2, 96, 3, 16\] in U8"),
@@ -137,6 +137,11 @@ def without(*names: str) -> Callable[[dict[str, Tensor]], object]:
         (to("up.weight_scale_inv", torch.ones(2, 1)), float8, r"up\.weight_scale(_inv)? and up\.weight_scale(_inv)? are both there"),
         (to("up.weight_scale", torch.tensor(torch.nan)), float8, r"up\.weight holds NaN"),
         (to("up.weight_packed", torch.zeros(160, 48).byte()), packed, r"up\.weight_scale has shape .* in U8, F8_E8M0"),
+        (to("up.weight_scale", torch.ones(160, 6)), nvfp4, r"up\.weight_scale has shape .*F32, it needs \[160, 6\] in F8_E4M3"),
+        (to("up.weight_scale_2", torch.ones(160, 1)), nvfp4, r"up\.weight_scale_2 has shape .* needs \[\] or \[1\] in F32"),
+        (to("up.weight_scale_2", torch.tensor(torch.inf)), nvfp4, r"up\.weight holds NaN or infinite numbers"),
+        (without("up.weight_scale_2"), nvfp4, r"up\.weight has shape .* it needs weight_scale_2 beside it"),
+        (to("up.weight_scale_2", torch.tensor(1.0)), mxfp4, r"up\.weight_scale_2 does not belong beside up\.weight_packed"),
         (to("up.pre_quant_scale", torch.ones(96)), float8, r"up\.pre_quant_scale: the model has no parameter"),
         (to("up.bias", torch.ones(160)), gptq, r"up\.bias: the model has no parameter"),
     ],
@@ -217,7 +222,7 @@ def both(directory: Path, layout: str, part: str) -> tuple[Path, Path]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("layout", ["float8 per channel", "ModelOpt", "AWQ", "GPTQ", "packed", "MXFP4"])
+@pytest.mark.parametrize("layout", ["float8 per channel", "ModelOpt", "AWQ", "GPTQ", "packed", "MXFP4", "NVFP4"])
 def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, layout: str, part: str) -> None:
     here, there = both(tmp_path, layout, part)
     ids = [torch.randint(24, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (30, 17)]
@@ -249,7 +254,7 @@ def test_fused_projections_with_biases_and_experts(tmp_path: Path, layout: str, 
 
 FLOAT8 = ("float8 per tensor", "float8 per channel", "float8 in groups", "MXFP8", "fp8 without blocks", "ModelOpt")
 INT4 = ("AWQ", "GPTQ", "GPTQ, zeros", "GPTQ, second version", "GPTQ, one group", "packed", "packed, zeros", "packed per channel")
-INT4 += ("MXFP4",)
+INT4 += ("MXFP4", "NVFP4", "NVFP4, packed")
 # Not in blocks: these parts do not begin where blocks do.
 KEPT = dict.fromkeys(FLOAT8, torch.float8_e4m3fn) | dict.fromkeys(INT4, torch.uint8)
 
@@ -259,7 +264,7 @@ def described(directory: Path) -> Described:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("layout", ["float8 per channel", "AWQ", "packed"])
+@pytest.mark.parametrize("layout", ["float8 per channel", "AWQ", "packed", "NVFP4"])
 @pytest.mark.parametrize("part", PARTS)
 def test_what_is_kept_is_planned(tmp_path: Path, layout: str, part: str) -> None:
     """Matrix by matrix; the plan's count of bytes is that of the model in memory."""
@@ -306,18 +311,20 @@ def test_what_stays_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert storage_for(fp8, "auto", True).kinds == reads
     for quantization in ("auto", "none", "int8"):
         assert not storage_for(int4, quantization, False).kinds and not storage_for(fp8, quantization, False).kinds
+    nvfp4 = both(tmp_path / "nvfp4", "NVFP4", "all")[0]
+    assert storage_for(nvfp4, "auto", True).kinds == {"int4"}
     with pytest.raises(ConfigError, match=r"--quantization int4: .* has no 4-bit matrix; known formats: AWQ, GPTQ, compr"):
         storage_for(fp8, "int4", False)
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("layout", ["float8 per tensor", "AWQ", "GPTQ in act order"])
+@pytest.mark.parametrize("layout", ["float8 per tensor", "AWQ", "GPTQ in act order", "NVFP4", "NVFP4, packed"])
 @pytest.mark.parametrize("part", ["trunk", "MTP layer"])
 def test_greedy_text_with_drafts(tmp_path: Path, layout: str, part: str) -> None:
     """A quantised trunk with an MTP layer that is not, and the reverse: all of it is loaded, and drafts change nothing."""
     texts = []
     here, there = both(tmp_path, layout, part)
-    kept = {"AWQ": "int4", "float8 per tensor": "fp8"}.get(layout, "none")
+    kept = {"GPTQ in act order": "none", "float8 per tensor": "fp8"}.get(layout, "int4")
     for directory, drafts, quantization in ((here, 2, "auto"), (here, 2, kept), (here, 0, kept), (there, 0, "auto")):
         model = ModelConfig(model=str(directory), device="cpu", dtype="float32", quantization=quantization, context_length=60)
         engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=512), spec=spec_of(drafts)), poison=True)
@@ -334,6 +341,7 @@ def test_greedy_text_with_drafts(tmp_path: Path, layout: str, part: str) -> None
     ("GPTQ, 8 bits", "int8 (GPTQ), groups of 32", 8),
     ("packed", "int4 (packed), groups of 32", 4),
     ("MXFP4", "MXFP4", 4),
+    ("NVFP4", "NVFP4", 4),
 ])  # fmt: skip
 def test_inspect_shows_formats(tmp_path: Path, layout: str, label: str, bits: int) -> None:
     """A quantised matrix counts with its own numbers, and the bytes of all of its tensors."""

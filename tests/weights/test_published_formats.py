@@ -23,7 +23,7 @@ from tests.weights.published import AWQ, GPTQ, MODELOPT, scheme
 
 Shape = tuple[int, ...]
 Header = dict[str, tuple[str, Shape]]  # ends of names → dtype and shape
-BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "I32": 4, "I64": 8}
+BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "I32": 4, "I64": 8, "U8": 1}
 
 
 def nvidia(out: int, inputs: int) -> Header:
@@ -49,6 +49,12 @@ def gptq(out: int, inputs: int) -> Header:
     return numbers | {".scales": ("F16", (groups, out)), ".g_idx": ("I32", (inputs,))}
 
 
+def nvfp4(out: int, inputs: int) -> Header:
+    """nvidia/Qwen3-30B-A3B-NVFP4"""
+    numbers: Header = {".weight": ("U8", (out, inputs // 2)), ".weight_scale": ("F8_E4M3", (out, inputs // 16))}
+    return numbers | {".weight_scale_2": ("F32", ()), ".input_scale": ("F32", ())}
+
+
 def packed(out: int, inputs: int) -> Header:
     """moonshotai/Kimi-K2-Thinking's experts"""
     scale = "BF16", (out, inputs // 32)
@@ -70,6 +76,9 @@ CASES = {
     "FP8-dynamic": Case("Llama-3.1-8B", scheme("float-quantized", 8, "float", "channel"), dynamic, LINEAR, "float8, a scale per row"),
     "AWQ": Case("Qwen2.5-7B", AWQ | {"group_size": 128}, awq, LINEAR, "int4 (AWQ), groups of 128"),
     "GPTQ, experts": Case("Qwen3-30B-A3B", GPTQ | {"group_size": 128}, gptq, (*LINEAR, ".experts."), "int4 (GPTQ), groups of 128"),
+    "NVFP4 by ModelOpt": Case(
+        "Qwen3-30B-A3B", MODELOPT | {"quant_algo": "NVFP4"}, nvfp4, (*LINEAR, ".experts."), "NVFP4", ("k_proj.k_scale", "v_proj.v_scale")
+    ),
     "packed experts, MTP layer not": Case(
         "GLM-4.5-Air", scheme("pack-quantized", 4, "int", "group", group_size=32), packed, (".experts.",), "int4 (packed), groups of 32"
     ),

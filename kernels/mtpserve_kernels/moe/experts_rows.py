@@ -13,13 +13,13 @@ from torch import Tensor
 from mtpserve_kernels.moe.align import MAX_ROWS, expert_tiles, tile_rows, tile_size
 from mtpserve_kernels.moe.experts import activated, add_parts, tiling
 from mtpserve_kernels.moe.reference import Clamped
-from mtpserve_kernels.quant.rows import FLOAT8, as_bytes, check_rows, form_of, row_scaled_tile, step_of
+from mtpserve_kernels.quant.rows import FLOAT8, as_bytes, check_rows, form_of, row_scaled_tile, second_of, step_of
 
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_rows_kernel(
-    p_x, p_chosen, p_tiles, p_w, p_scale, p_zeros, p_bias, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
-    K: tl.constexpr, GROUPS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, FORM: tl.constexpr,
+    p_x, p_chosen, p_tiles, p_w, p_scale, p_second, p_bias, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, FORM: tl.constexpr,
     ALPHA: tl.constexpr, MOST: tl.constexpr, LIMIT: tl.constexpr, PLUS: tl.constexpr, HALVES: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -32,13 +32,13 @@ def gate_up_rows_kernel(
         b_gate, b_up = tl.zeros([BN, BT], tl.float32), tl.zeros([BN, BT], tl.float32)
         for i in range(tl.cdiv(H, BH)):
             b_gate += row_scaled_tile(
-                p_x + o_t * stride_x, p_w, p_scale, p_zeros, b_hit, m_n, o_gate, i * BH, K=H, GROUPS=GROUPS, BK=BH, FORM=FORM,
-                ZEROS=p_zeros is not None,
+                p_x + o_t * stride_x, p_w, p_scale, p_second, b_hit, m_n, o_gate, i * BH, K=H, GROUPS=GROUPS, BK=BH,
+                FORM=FORM, ZEROS=p_second is not None,
             )  # fmt: skip
             if HALVES == 2:
                 b_up += row_scaled_tile(
-                    p_x + o_t * stride_x, p_w, p_scale, p_zeros, b_hit, m_n, o_gate + S, i * BH, K=H, GROUPS=GROUPS, BK=BH, FORM=FORM,
-                    ZEROS=p_zeros is not None,
+                    p_x + o_t * stride_x, p_w, p_scale, p_second, b_hit, m_n, o_gate + S, i * BH, K=H, GROUPS=GROUPS, BK=BH,
+                    FORM=FORM, ZEROS=p_second is not None,
                 )  # fmt: skip
         if p_bias is not None:
             b_gate += tl.load(p_bias + o_gate, mask=m_n, other=0.0).to(tl.float32)[:, None]
@@ -51,7 +51,7 @@ def gate_up_rows_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def down_rows_kernel(
-    p_inner, p_chosen, p_tiles, p_weights, p_w, p_scale, p_zeros, p_bias, p_parts, p_out, p_arrivals, rows, H: tl.constexpr,
+    p_inner, p_chosen, p_tiles, p_weights, p_w, p_scale, p_second, p_bias, p_parts, p_out, p_arrivals, rows, H: tl.constexpr,
     S: tl.constexpr, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
     FORM: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -63,8 +63,8 @@ def down_rows_kernel(
         b_acc = tl.zeros([BN, BT], tl.float32)
         for i in range(tl.cdiv(S, BS)):
             b_acc += row_scaled_tile(
-                p_inner + o_row * S, p_w, p_scale, p_zeros, b_hit, m_n, expert * H + o_n, i * BS, K=S, GROUPS=GROUPS, BK=BS, FORM=FORM,
-                ZEROS=p_zeros is not None,
+                p_inner + o_row * S, p_w, p_scale, p_second, b_hit, m_n, expert * H + o_n, i * BS, K=S, GROUPS=GROUPS, BK=BS,
+                FORM=FORM, ZEROS=p_second is not None,
             )  # fmt: skip
         if p_bias is not None:
             b_acc += tl.load(p_bias + expert * H + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
@@ -78,7 +78,8 @@ def down_rows_kernel(
 
 def experts_rows(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_zeros: Tensor | None,
-    down: Tensor, down_scale: Tensor | None, down_zeros: Tensor | None,
+    gate_up_global_scale: Tensor | None, down: Tensor, down_scale: Tensor | None, down_zeros: Tensor | None,
+    down_global_scale: Tensor | None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, clamped: Clamped | None = None,
     squared: bool = False, first: int | None = None,
 ) -> Tensor:  # fmt: skip
@@ -90,7 +91,8 @@ def experts_rows(
         x.shape,
         down.shape,
     )
-    groups, down_groups = check_rows(gate_up, gate_up_scale, gate_up_zeros, hidden), check_rows(down, down_scale, down_zeros, size)
+    groups = check_rows(gate_up, gate_up_scale, gate_up_zeros, gate_up_global_scale, hidden)
+    down_groups = check_rows(down, down_scale, down_zeros, down_global_scale, size)
     assert gate_up_bias is None or (gate_up_bias.shape == (number, both) and gate_up_bias.is_contiguous()), gate_up_bias.shape
     assert down_bias is None or (down_bias.shape == (number, hidden) and down_bias.is_contiguous()), down_bias.shape
     alpha, most, limit, plus = clamped or (1.0, None, None, None)
@@ -105,16 +107,17 @@ def experts_rows(
     tiles = expert_tiles(chosen, number, 0, first, BT)
     form, down_form = form_of(gate_up, gate_up_scale), form_of(down, down_scale)
     gate_up_scale, down_scale = as_bytes(gate_up_scale), as_bytes(down_scale)
+    gate_up_second, down_second = second_of(gate_up_zeros, gate_up_global_scale), second_of(down_zeros, down_global_scale)
     BN = min(cut.BN, 32) if form == FLOAT8 and gate_up_bias is not None else cut.BN  # wider ones spill
     gate_up_rows_kernel[tiles.grid(size, BN)](
-        x, chosen, tiles.table, gate_up, gate_up_scale, gate_up_zeros, gate_up_bias, inner, rows, x.stride(0), H=hidden, S=size, E=number,
-        K=top, GROUPS=groups, BT=BT, BN=BN, BH=step_of(cut.BK, hidden, groups), FORM=form,
+        x, chosen, tiles.table, gate_up, gate_up_scale, gate_up_second, gate_up_bias, inner, rows, x.stride(0),
+        H=hidden, S=size, E=number, K=top, GROUPS=groups, BT=BT, BN=BN, BH=step_of(cut.BK, hidden, groups, form), FORM=form,
         ALPHA=alpha, MOST=most, LIMIT=limit, PLUS=plus, HALVES=halves, FIRST=first, num_warps=warps, num_stages=cut.stages,
     )  # fmt: skip
     down_rows_kernel[tiles.grid(hidden, cut.BN)](
-        inner, chosen, tiles.table, weights, down, down_scale, down_zeros, down_bias, parts, out, tiles.counters(hidden, cut.BN), rows,
-        H=hidden, S=size, E=number, K=top, GROUPS=down_groups, BT=BT, BN=cut.BN, BS=step_of(cut.BK, size, down_groups), FORM=down_form,
-        FIRST=first, num_warps=warps, num_stages=cut.stages,
+        inner, chosen, tiles.table, weights, down, down_scale, down_second, down_bias, parts, out,
+        tiles.counters(hidden, cut.BN), rows, H=hidden, S=size, E=number, K=top, GROUPS=down_groups, BT=BT, BN=cut.BN,
+        BS=step_of(cut.BK, size, down_groups, down_form), FORM=down_form, FIRST=first, num_warps=warps, num_stages=cut.stages,
     )  # fmt: skip
     tiles.sum_parts(parts, out)
     return out

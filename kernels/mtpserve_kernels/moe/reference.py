@@ -131,14 +131,17 @@ def experts(
 
 def experts_rows(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_zeros: Tensor | None,
-    down: Tensor, down_scale: Tensor | None, down_zeros: Tensor | None,
+    gate_up_global_scale: Tensor | None, down: Tensor, down_scale: Tensor | None, down_zeros: Tensor | None,
+    down_global_scale: Tensor | None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, clamped: Clamped | None = None,
     squared: bool = False, first: int | None = None,
 ) -> Tensor:  # fmt: skip
     """As `experts` without a shared one. Scales and zeros are those of rows, see quant.reference.widen_rows; None: the matrix has none."""
     wide, back = (
-        matrix if scale is None else widen_rows(matrix, scale, zeros)
-        for matrix, scale, zeros in ((gate_up, gate_up_scale, gate_up_zeros), (down, down_scale, down_zeros))
-    )
+        matrix if scale is None else widen_rows(matrix, scale, *more)
+        for matrix, scale, *more in (
+            (gate_up, gate_up_scale, gate_up_zeros, gate_up_global_scale), (down, down_scale, down_zeros, down_global_scale)
+        )
+    )  # fmt: skip
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     return experts(x, weights, chosen, wide, back, None, None, **biases, clamped=clamped, squared=squared, first=first)

@@ -22,23 +22,26 @@ def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
-def widen_rows(weight: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
+def widen_rows(weight: Tensor, scale: Tensor, zeros: Tensor | None, global_scale: Tensor | None) -> Tensor:
     """weight [..., N, K] float8, or uint8 [..., N, K / 2]: numbers of four bits, two in a byte, the low half first; scale and zeros
-    [..., N, groups], zeros 8 where there are none. Scales in e8m0 are those of MXFP4, whose four bits are e2m1. → float32"""
+    [..., N, groups], zeros 8 where there are none. Scales of one byte are those of e2m1: in MXFP4 e8m0, in NVFP4 e4m3 with a
+    global_scale [..., N, 1] float32. → float32"""
     if weight.dtype == torch.uint8:
         whole = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).float()
-        if scale.dtype == torch.float8_e8m0fnu:
+        if scale.itemsize == 1:
             whole, zeros = torch.tensor(E2M1, device=weight.device)[whole.long()], torch.zeros_like(scale, dtype=torch.uint8)
         numbers = whole.unflatten(-1, (scale.shape[-1], -1)) - (8 if zeros is None else zeros.float().unsqueeze(-1))
     else:
         numbers = weight.float().unflatten(-1, (scale.shape[-1], -1))
-    out: Tensor = numbers * scale.float().unsqueeze(-1)
-    return out.flatten(-2)
+    out: Tensor = (numbers * scale.float().unsqueeze(-1)).flatten(-2)
+    return out if global_scale is None else out * global_scale
 
 
-def linear_rows(x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def linear_rows(
+    x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None = None, global_scale: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """x [T, K] as it is."""
-    out = x.float() @ widen_rows(weight, scale, zeros).T
+    out = x.float() @ widen_rows(weight, scale, zeros, global_scale).T
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 

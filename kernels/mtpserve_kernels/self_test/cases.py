@@ -29,7 +29,7 @@ def gated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def linear_rows(x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
-    return (x.float() @ widen_rows(weight, scale, zeros).T).to(x.dtype)
+    return (x.float() @ widen_rows(weight, scale, zeros, None).T).to(x.dtype)
 
 
 def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

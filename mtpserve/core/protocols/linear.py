@@ -52,10 +52,12 @@ class LinearKernels(Protocol):
     def linear_stored(self) -> LinearStored: ...
 
 
-# x [T, K], weight, scale, zeros, bias [N] → [T, N]: x W^T + bias. The matrix is float8 [N, K] with scales [N
-# / 128, K / 128] rounded up, or float8 or integers of four bits [N, K / 2] with scales and zeros [N, groups]:
-# see quant/stored.py.
-LinearStored = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None"], "Tensor"]
+# x [T, K], weight, scale, zeros, global_scale, bias [N] → [T, N]: x W^T + bias. The matrix is float8 [N, K]
+# with scales [N / 128, K / 128] rounded up, or float8 or numbers of four bits [N, K / 2] with scales and
+# zeros [N, groups] and global scales [N, 1]: see quant/stored.py.
+LinearStored = Callable[
+    ["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None", "Tensor | None"], "Tensor"
+]
 
 
 class LinearMethod(Protocol):

@@ -22,8 +22,9 @@ from mtpserve.layers.kernels import Kernels
 from mtpserve.quant.fp8 import FP8
 from mtpserve.quant.registry import METHODS
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
-from mtpserve.weights.checkpoint.hf import quantization
+from mtpserve.weights.checkpoint.hf import quantization, quantization_section
 from mtpserve.weights.checkpoint.hf_config import HFConfig
+from mtpserve.weights.checkpoint.schemes import has_nvfp4
 from mtpserve.weights.formats import kinds_of
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,9 @@ def with_format(config: EngineConfig, hf_config: HFConfig) -> EngineConfig:
     if name not in FORMATS:
         return config
     method = "gguf" if directory.suffix == SUFFIX else quantization(hf_config)
-    if method not in FORMATS[name]:
-        has = "weights that are not quantised" if method == "none" else f"weights in the format {method}"
+    stored = f"{method} NVFP4" if has_nvfp4(quantization_section(hf_config)) else method
+    if not {method, stored} & set(FORMATS[name]):
+        has = "weights that are not quantised" if method == "none" else f"weights in the format {stored}"
         others = (
             "; --quantization int8 rounds them on a CPU, `python -m mtpserve.weights.quantise` writes float8"
             if method == "none"
@@ -103,7 +105,7 @@ def storage_of(
             f"option out; {advice}"
         )
     if weights == "int4" and "int4" not in tensor_kinds:
-        formats = "AWQ, GPTQ, compressed-tensors' packed integers, MXFP4"
+        formats = "AWQ, GPTQ, compressed-tensors' packed integers, MXFP4, NVFP4"
         raise ConfigError(
             f"--quantization int4: {config.model.directory} has no 4-bit matrix; known formats: {formats}"
         )

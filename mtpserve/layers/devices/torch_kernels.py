@@ -314,12 +314,7 @@ def gate_up_of(experts: RoutedExperts, expert: int, dtype: torch.dtype) -> Tenso
     if scales is None:
         return weight
     if scales.shape[1] == len(weight):
-        return wide(
-            weight,
-            scales[expert],
-            None if experts.gate_up_zeros is None else experts.gate_up_zeros[expert],
-            dtype,
-        )
+        return wide(weight, scales, experts.gate_up_zeros, experts.gate_up_global_scale, expert, dtype)
     size = len(weight) if experts.gate == "relu2" else len(weight) // 2
     by_part = scales[expert].split(scale_shape(size, 1)[0])
     return torch.cat([dequantize_block(*pair) for pair in zip(weight.split(size), by_part, strict=True)]).to(
@@ -328,25 +323,29 @@ def gate_up_of(experts: RoutedExperts, expert: int, dtype: torch.dtype) -> Tenso
 
 
 def down_of(experts: RoutedExperts, expert: int, dtype: torch.dtype) -> Tensor:
-    weight, scales, zeros = experts.down[expert], experts.down_scale_inv, experts.down_zeros
-    return (
-        weight
-        if scales is None
-        else wide(weight, scales[expert], None if zeros is None else zeros[expert], dtype)
-    )
+    weight, scales = experts.down[expert], experts.down_scale_inv
+    if scales is None:
+        return weight
+    return wide(weight, scales, experts.down_zeros, experts.down_global_scale, expert, dtype)
 
 
-def wide(numbers: Tensor, scale: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    matrix = QuantisedMatrix(numbers, scale, zeros)
+def wide(
+    numbers: Tensor, scales: Tensor, zeros: Tensor | None, global_scales: Tensor | None, expert: int,
+    dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """numbers of one expert; scales, zeros and global scales of all."""
+    of_one = (None if tensor is None else tensor[expert] for tensor in (zeros, None, global_scales))
+    matrix = QuantisedMatrix(numbers, scales[expert], *of_one)
     return widen(matrix, matrix.columns).to(dtype)
 
 
 def linear_stored(
-    x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None
-) -> Tensor:
+    x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, global_scale: Tensor | None,
+    bias: Tensor | None
+) -> Tensor:  # fmt: skip
     """Widens the weights for each product anew, a strip at a time: slower than a widened copy, and no larger
     than the stored weights."""
-    matrix, strip = QuantisedMatrix(weight, scale, zeros), STRIP * BLOCK[0]
+    matrix, strip = QuantisedMatrix(weight, scale, zeros, None, global_scale), STRIP * BLOCK[0]
     strips = (widen(matrix.rows(start, start + strip), x.shape[1]) for start in range(0, len(weight), strip))
     out = torch.cat([F.linear(x, rows.to(x.dtype)) for rows in strips], -1)
     return out if bias is None else out + bias

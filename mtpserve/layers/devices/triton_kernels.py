@@ -134,10 +134,8 @@ def experts(
         if not all(scale is None or row_wise for scale, row_wise in zip(scales, by_row, strict=True)):
             # one of them in blocks: nobody publishes that
             return torch_kernels.experts(experts, shared, gate, x, weights, topk_ids)
-        gate_up, down = (
-            (matrices[0], scales[0], experts.gate_up_zeros),
-            (matrices[1], scales[1], experts.down_zeros),
-        )
+        gate_up = matrices[0], scales[0], experts.gate_up_zeros, experts.gate_up_global_scale
+        down = matrices[1], scales[1], experts.down_zeros, experts.down_global_scale
         mixed = experts_rows(x, weights, topk_ids, *gate_up, *down, *biases, clamped, squared, first)
         return mixed if shared is None else mixed + torch_kernels.beside(shared, gate, x)
     if shared is None or not plain:
@@ -167,16 +165,15 @@ def experts(
 
 
 def linear_stored(
-    x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    if QuantisedMatrix(weight, scale, zeros).in_blocks:
+    x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, global_scale: Tensor | None,
+    bias: Tensor | None
+) -> Tensor:  # fmt: skip
+    matrix = QuantisedMatrix(weight, scale, zeros, None, global_scale)
+    if matrix.in_blocks:
         return linear_fp8(x, weight, scale, bias)
     if len(x) <= MAX_ROWS:
-        return linear_rows(x, weight, scale, zeros, bias)
-    strips = (slice(start, start + STRIP) for start in range(0, len(weight), STRIP))
-    wide = (
-        widen_rows(weight[rows], scale[rows], None if zeros is None else zeros[rows], x.dtype)
-        for rows in strips
-    )
+        return linear_rows(x, weight, scale, zeros, global_scale, bias)
+    strips = (matrix.rows(start, min(start + STRIP, len(weight))) for start in range(0, len(weight), STRIP))
+    wide = (widen_rows(part.numbers, part.scale, part.zeros, part.global_scale, x.dtype) for part in strips)
     out = torch.cat([F.linear(x, wide_weight) for wide_weight in wide], -1)
     return out if bias is None else out + bias

@@ -1,6 +1,6 @@
 """What a config says of how weights are quantised. Which matrices are, and in what form, their tensors say:
-see formats.py. So this is a check, which names what is not supported before anything is read, and the two
-facts that tensors do not show."""
+see matrix_formats.py. So this is a check, which names what is not supported before anything is read, and the
+two facts that tensors do not show."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 BLOCK = list(FP8_BLOCK)
-MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
+NVFP4, NVFP4_PACKED = ("NVFP4", "W4A16_NVFP4"), "nvfp4-pack-quantized"
+MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", *NVFP4)
 PACKED_BITS = (4, 8)
 # (type, bits) of compressed-tensors' weights → strategies
 STRATEGIES: dict[tuple[str, int], tuple[str, ...]] = {
     ("float", 8): ("tensor", "channel", "group", "block"),
-    ("float", 4): ("group",),
+    ("float", 4): ("group", "tensor_group"),
     ("int", 8): ("tensor", "channel", "group"),
     ("int", 4): ("channel", "group"),
 }
 FORMATS = (
     "dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "mxfp4-pack-quantized",
     "mxfp8-quantized",
+    NVFP4_PACKED,
     "mixed-precision",
 )  # fmt: skip
 
@@ -59,6 +61,14 @@ def check(section: HFConfig) -> None:
             "format of the KV cache",
             section.path,
         )
+
+
+def has_nvfp4(section: HFConfig) -> bool:
+    """True if the config says that matrices are in NVFP4, all or some."""
+    layers = section.section("quantized_layers")
+    if any(part.raw("quant_algo") in NVFP4 for part in (section, *map(layers.section, layers.values))):
+        return True
+    return any(group.raw("format") == NVFP4_PACKED for group in (section, *_groups(section)))
 
 
 def _fp8(section: HFConfig) -> None:
