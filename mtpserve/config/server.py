@@ -24,12 +24,13 @@ TOOL_CALL_PARSERS = (
     "deepseekv32", "deepseekv4",
     "ernie45", "gemma4", "glm", "glm45", "glm47", "gpt-oss", "granite4", "hermes", "lfm2", "llama3",
     "llama3_json", "llama4_pythonic", "longcat", "longcat_xml", "mimo",
+    "minimax-m2", "minimax_m2",
     "mistral", "openai", "pythonic", "qwen", "qwen25", "qwen3_coder", "qwen3_xml", "step3p5",
 )  # fmt: skip
 REASONING_PARSERS = (
     AUTO, NONE, "deepseek-r1", "deepseek-v3", "deepseek-v4", "deepseek_r1", "deepseek_v3", "deepseek_v4",
-    "ernie45", "gemma4", "glm45", "glm47", "gpt-oss", "longcat", "mimo", "nano_v3", "nemotron_3",
-    "nemotron_v3",
+    "ernie45", "gemma4", "glm45", "glm47", "gpt-oss", "longcat", "mimo", "minimax", "minimax_m2", "nano_v3",
+    "nemotron_3", "nemotron_v3",
     "openai_gptoss", "qwen3", "qwen3-thinking", "step3p5",
 )  # fmt: skip
 

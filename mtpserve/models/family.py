@@ -21,7 +21,7 @@ from mtpserve.layers.moe import MoE
 from mtpserve.weights.checkpoint import hf
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.hf_config import HFConfig
-from mtpserve.weights.checkpoint.layouts import MTPLayout, remains
+from mtpserve.weights.checkpoint.layouts import MTPLayout, dummy_layers, remains
 from mtpserve.weights.formats import groups
 from mtpserve.weights.rules import Copy, Drop, Expert, How, Rule, Stack
 
@@ -168,6 +168,12 @@ def without_mtp(config: HFConfig, layout: MTPLayout | None, layers: int, used: i
     patterns = dict.fromkeys(() if layout is None else layout.unused(used), "an MTP layer that is not used")
     patterns |= dict.fromkeys(remains(config, layout, layers), "a part of an MTP layer that is not whole")
     return [Rule(pattern, None, Drop(reason)) for pattern, reason in patterns.items()]
+
+
+def dummy_layout(family: Family, config: HFConfig) -> MTPLayout | None:
+    """Returns the MTP layers of a model without tensors. A config may count some of which the family is
+    published without."""
+    return None if family.mtp_rules is None else dummy_layers(config, family.modules or family.uncounted)
 
 
 def dropped(prefix: str, reason: str) -> Rule:

@@ -30,6 +30,7 @@ FAMILIES: Registry[Family] = Registry(
         "MiMoForCausalLM": "mtpserve.models.mimo:MIMO",
         "MiMoV2ForCausalLM": "mtpserve.models.mimo_v2:MIMO_V2",
         "MiMoV2FlashForCausalLM": "mtpserve.models.mimo_v2:MIMO_V2",
+        "MiniMaxM2ForCausalLM": "mtpserve.models.minimax_m2:MINIMAX_M2",
         "MistralForCausalLM": "mtpserve.models.mistral:MISTRAL",
         "NemotronHForCausalLM": "mtpserve.models.nemotron_h:NEMOTRON_H",
         "Qwen2ForCausalLM": "mtpserve.models.qwen2:QWEN2",

@@ -48,6 +48,7 @@ PUBLISHED: tuple[tuple[str, Values], ...] = (
     (r"glm-?4\.[67]|glm-?5", {"temperature": 1.0, "top_p": 0.95}),
     (r"(?:ling|ring)-(?:mini-2|flash-2\.0|1t)", {"temperature": 0.7, "top_p": 0.8}),
     (r"longcat-flash-thinking", {"temperature": 1.0, "top_p": 0.95}),
+    (r"minimax-m2", {"temperature": 1.0, "top_p": 0.95, "top_k": 40}),
     (r"gpt-oss", {"temperature": 1.0, "top_p": 1.0}),
     (r"mistral-small-3", {"temperature": 0.15}),
     (r"gemma-?4", {"temperature": 1.0, "top_p": 0.95, "top_k": 64}),

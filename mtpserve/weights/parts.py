@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.quant.fp8 import SCALE
-from mtpserve.quant.stored import ZEROS
+from mtpserve.quant.stored import GLOBAL_SCALE, ZEROS
 from mtpserve.weights.audit import parameters
 
 
@@ -115,7 +115,7 @@ class Renewal:
                 key: self._room(tensor)
                 if self._part.packed
                 and tensor is not None
-                and (packs is None or key.removesuffix(SCALE).removesuffix(ZEROS) in packs)
+                and (packs is None or is_of(key, packs))
                 else getattr(live, kind).get(key)
                 for key, tensor in getattr(planned, kind).items()
             }
@@ -158,7 +158,7 @@ class Renewal:
 
 def is_of(name: str, names: tuple[str, ...]) -> bool:
     """A parameter, or its scales or zeros."""
-    return name.removesuffix(SCALE).removesuffix(ZEROS) in names
+    return name.removesuffix(SCALE).removesuffix(ZEROS).removesuffix(GLOBAL_SCALE) in names
 
 
 def overwrite(old: Any, new: Any, done: set[tuple[int, int]]) -> None:

@@ -24,7 +24,7 @@ from mtpserve.core.errors import LoadError
 from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.protocols.parallel import Ranks
 from mtpserve.quant.fp8 import SCALE
-from mtpserve.quant.stored import ZEROS
+from mtpserve.quant.stored import GLOBAL_SCALE, ZEROS
 from mtpserve.weights import formats
 from mtpserve.weights.audit import Audit, all_finite, parameters
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
@@ -204,7 +204,7 @@ class ServingWeights:
         if scale.shape[-2] == numbers.shape[-2]:
             groups = scale.shape[-1] * shard.columns // shard.dims[-1].size if scale.shape[-1] > 1 else 1
         bits = 8 if numbers.dtype == torch.float8_e4m3fn else 4
-        floats = bits == 8 or scale.dtype == torch.float8_e8m0fnu
+        floats = bits == 8 or scale.itemsize == 1  # of four bits e2m1 alone has scales of one byte
         has_zeros = placement.target + ZEROS in self._rooms
         if (fmt.bits, fmt.groups, fmt.floats) != (bits, groups, floats) or (fmt.zeros and not has_zeros):
             raise LoadError(f"{storage} with other scales than those of {fmt.label}")
@@ -303,7 +303,7 @@ def is_whole(group: formats.Group, tensors: Mapping[str, TensorEntry], before: C
     role = next((role for role in formats.NUMBERS if role in group.tensors), None)
     if role is None:
         return False
-    if role == "plain" and tensors[group.main].dtype not in ("F8_E4M3", "F8_E5M2", "I8"):
+    if role == "plain" and tensors[group.main].dtype not in ("F8_E4M3", "F8_E5M2", "I8", "U8"):
         return True
     needs = formats.FORMATS[role][0] | (set(before) if role in before else set())
     return needs <= group.tensors.keys()
@@ -316,7 +316,7 @@ def make_room_as(live: nn.Module, blueprint: nn.Module) -> None:
     for name in [name.removesuffix(SCALE) for name in stored if name.endswith(SCALE)]:
         path, _, leaf = name.rpartition(".")
         owner = blueprint.get_submodule(path)
-        for suffix in ("", SCALE, ZEROS):
+        for suffix in ("", SCALE, ZEROS, GLOBAL_SCALE):
             if (tensor := stored.get(name + suffix)) is not None:
                 empty = torch.empty_like(tensor, device="meta")
                 setattr(owner, leaf + suffix, nn.Parameter(empty, requires_grad=False))

@@ -27,7 +27,7 @@ from tests.heads.eagles import TinyHead, eagle, eagle3
 from tests.models.checkpoints import deepseek, llama, mimo, qwen3_moe, write, write_nextn
 from tests.models.compressed_checkpoints import deepseek_v4
 from tests.models.hybrids import qwen3_next
-from tests.models.own_layouts import gpt_oss
+from tests.models.own_layouts import gpt_oss, minimax_m2
 from tests.proof.test_every_family import PROMPTS, write_tokenizer
 from tests.spec.diagonal import diagonal
 
@@ -51,6 +51,10 @@ LAYOUTS: dict[str, tuple[str, Make, dict[str, Any], Make, dict[str, Any]]] = {
     "the model's head, biases": (
         "EAGLE3", gpt_oss, {}, eagle3,
         {"taps": (0, 1), IDS: [1, 2], "own_head": False, "drafts": None, "bias": True, "prefix": "model.", "attention_bias": True},
+    ),
+    "SpecForge's, for MiniMax-M2": (
+        "EAGLE3", minimax_m2, {"num_hidden_layers": 7, "attn_type_list": [1] * 7}, eagle3,
+        {"taps": (1, 3, 5), "eagle_config": {IDS: [1, 3, 5]}},
     ),
     "the last hidden state, beside recurrent layers": (
         "EAGLE3", qwen3_next, {}, eagle3, {"taps": (), "eagle_config": {"use_aux_hidden_state": False}, "drafts": None}

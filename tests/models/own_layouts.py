@@ -16,6 +16,8 @@ from transformers import (
     GptOssForCausalLM,
     MiMoV2FlashConfig,
     MiMoV2FlashForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
 )
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeDecoderLayer
 from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashDecoderLayer
@@ -43,6 +45,24 @@ GPT_OSS: dict[str, Any] = LLAMA | {
     "sliding_window": 9,
     "rope_theta": 150000.0,
     "rope_scaling": OSS_YARN,
+}
+
+MINIMAX_M2: dict[str, Any] = LLAMA | {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "intermediate_size": 20,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rotary_dim": 6,
+    "attn_type_list": [1, 1, 1],
+    "qk_norm_type": "per_layer",
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "use_mtp": True,
+    "num_mtp_modules": 3,
+    "mtp_transformer_layers": 1,
 }
 
 ERNIE: dict[str, Any] = LLAMA | {
@@ -138,6 +158,23 @@ def gpt_oss(directory: Path, mxfp4: bool = False, seed: int = 0, **options: Any)
         config |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}}
     if config["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
+    write(directory, config, tensors)
+    return Tiny(directory, config, trunk, None, "embedding-hidden", "post", tensors, "")
+
+
+def minimax_m2(directory: Path, fp8: bool = False, seed: int = 0, **options: Any) -> Tiny:
+    """`options` replace entries of MINIMAX_M2. By the names of the published files, not by transformers'."""
+    config = MINIMAX_M2 | options
+    trunk = MiniMaxM2ForCausalLM(MiniMaxM2Config(**settings(config), attn_implementation="eager")).float().eval()
+    randomise(trunk, seed=seed)
+    names, tensors = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}, dict[str, Tensor]()
+    for name, tensor in trunk.state_dict().items():
+        for own, part in stored(name, tensor, fp8).items():
+            tensors[re.sub(r"(?<=\d\.)(gate|up|down)_proj", lambda found: names[found[0]], own).replace(".mlp.", ".block_sparse_moe.")] = (
+                part
+            )
+    if fp8:
+        config |= {"quantization_config": {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]}}
     write(directory, config, tensors)
     return Tiny(directory, config, trunk, None, "embedding-hidden", "post", tensors, "")
 

@@ -177,6 +177,14 @@ QWEN35_9B = {
     "attention_bias": False, "vocab_size": 248320, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "tie_word_embeddings": False,
     "eos_token_id": 248044, "dtype": "bfloat16",
 }  # fmt: skip
+MINIMAX_M25 = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072, "intermediate_size": 1536,
+    "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64,
+    "attn_type_list": [1] * 62, "use_qk_norm": True, "qk_norm_type": "per_layer", "num_local_experts": 256, "num_experts_per_tok": 8,
+    "use_routing_bias": True, "scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_mtp": True, "num_mtp_modules": 3,
+    "mtp_transformer_layers": 1, "hidden_act": "silu", "rope_theta": 5000000, "max_position_embeddings": 196608, "vocab_size": 200064,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "eos_token_id": 200020, "dtype": "bfloat16",
+}  # fmt: skip
 NEMOTRON_3_NANO = {
     "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 2688, "intermediate_size": 1856,
     "num_hidden_layers": 52, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",

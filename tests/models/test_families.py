@@ -26,7 +26,7 @@ from tests.models.gemmas import SMALL, gemma4, gemma4_small
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.models.ling import ling
 from tests.models.longcat import longcat
-from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
+from tests.models.own_layouts import ernie, gpt_oss, mimo_v2, minimax_m2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 from tests.models.test_parity import CUTS, FEW, compare
 from tests.tiny import run
@@ -66,6 +66,18 @@ TRUNKS: dict[str, tuple[Make, dict[str, Any]]] = {
     "gemma 4, untied, biases": (gemma4, {"tie_word_embeddings": False, "attention_bias": True, "attention_k_eq_v": False}),
     "gemma 4, tied values, no cap, small": (gemma4, SMALL | {"attention_k_eq_v": True, "final_logit_softcapping": None}),
     "gemma 4 12B": (gemma4, {"unified": True, "layer_types": None, "num_hidden_layers": 7}),
+    "minimax-m2": (minimax_m2, {}),
+    "minimax-m2, all is rotated, a key head for all": (minimax_m2, {"rotary_dim": None, "num_key_value_heads": 1}),
+    "minimax-m2, fp8": (minimax_m2, {"fp8": True, "hidden_size": 160, "intermediate_size": 136}),
+    "minimax-m2, keys as transformers writes them": (
+        minimax_m2,
+        {
+            "rotary_dim": None,
+            "rope_theta": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+            **dict.fromkeys(("attn_type_list", "use_qk_norm", "qk_norm_type", "scoring_func", "num_mtp_modules", "use_mtp")),
+        },
+    ),
     "mimo-v2": (mimo_v2, {}),
     "mimo-v2, values as wide as keys, not scaled": (mimo_v2, {"v_head_dim": 12, "swa_v_head_dim": 12, "attention_value_scale": None}),
     "mimo-v2.5": (mimo_v2, FUSED),
@@ -238,7 +250,7 @@ SHAPES = [
 ]
 
 
-WITHOUT_MTP = [llama, mistral, gpt_oss, gemma4, gemma4_small, qwen2, qwen2_moe, qwen3, qwen3_moe]
+WITHOUT_MTP = [llama, minimax_m2, mistral, gpt_oss, gemma4, gemma4_small, qwen2, qwen2_moe, qwen3, qwen3_moe]
 WITH_MTP = [
     qwen3_next,
     qwen3_5,

@@ -50,6 +50,7 @@ from tests.models.published_configs import (
     LLAMA31_8B,
     MIMO_7B,
     MIMO_V2_FLASH,
+    MINIMAX_M25,
     MISTRAL_7B,
     NEMOTRON_3_NANO,
     NEMOTRON_3_SUPER,
@@ -138,7 +139,7 @@ class Published(NamedTuple):
 
 def with_few_experts(published: Published) -> Published:
     """These tests take their time by the number of experts, each of which has its own tensors."""
-    few = {key: FEW for key in ("n_routed_experts", "num_experts") if published.config.get(key, 0) >= 64}
+    few = {key: FEW for key in ("n_routed_experts", "num_experts", "num_local_experts") if published.config.get(key, 0) >= 64}
     return published._replace(config=published.config | few, parameters=None) if few else published
 
 
@@ -165,6 +166,7 @@ AS_PUBLISHED = {
     "Qwen3.5-9B": Published(QWEN35_9B, None, partial(qwen, Qwen3_5DecoderLayer)),
     "Nemotron-3-Nano-30B-A3B": Published(NEMOTRON_3_NANO, None),
     "Nemotron-3-Super-120B-A12B, 11 layers": Published(NEMOTRON_3_SUPER, None, nemotron),
+    "MiniMax-M2.5": Published(MINIMAX_M25, 228_689_764_864),
     "MiMo-7B": Published(MIMO_7B, None, mimo, like="qwen2"),
     "LongCat-Flash-Chat": Published(LONGCAT_FLASH_CHAT, None, longcat_next),
     "Ling-mini-2.0": Published(LING_MINI, 16_255_643_392, ling_next),
@@ -193,7 +195,7 @@ def tensors(published: Published) -> tuple[Shapes, Shapes]:
     if kind == "longcat_flash":  # transformers has a first matrix for experts that compute nothing, too
         kept = config.n_routed_experts
         found = {name: (kept, *shape[1:]) if name.endswith("experts.gate_up_proj") else shape for name, shape in found.items()}
-    names = {"gpt_oss": in_mxfp4, "step3p5": step_names, "deepseek_v4": of_v4}.get(published.config["model_type"], parts)
+    names = {"gpt_oss": in_mxfp4, "step3p5": step_names, "deepseek_v4": of_v4, "minimax_m2": of_minimax}.get(kind, parts)
     trunk, mtp = (dict(part for name, shape in shapes.items() for part in names(name, shape)) for shapes in (found, own))
     return trunk, mtp
 
@@ -223,6 +225,14 @@ def in_mxfp4(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ..
         return [(name, shape)]
     experts, inputs, outputs = shape
     return [(f"{name}_blocks", (experts, outputs, inputs // 32, 16)), (f"{name}_scales", (experts, outputs, inputs // 32))]
+
+
+def of_minimax(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    matrices = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    return [
+        (re.sub(r"(?<=\d\.)(gate|up|down)_proj", lambda found: matrices[found[0]], part).replace(".mlp.", ".block_sparse_moe."), each)
+        for part, each in parts(name, shape)
+    ]
 
 
 def of_v4(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:

@@ -111,6 +111,8 @@ def twin(config: dict[str, Any]) -> dict[str, Any]:
     types = {key: config[key][:4] for key in ("layer_types", "hybrid_layer_pattern", "moe_layer_freq") if isinstance(config.get(key), list)}
     if config.get("num_experts_per_tok", 0) > SMALL["n_routed_experts"]:
         few["num_experts_per_tok"] = 5
+    if "rotary_dim" in config:
+        few |= {"rotary_dim": 8, "attn_type_list": None}
     if "swa_head_dim" in config:
         few |= {"head_dim": 24, "swa_head_dim": 24, "swa_v_head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
     if "attention_other_setting" in config:

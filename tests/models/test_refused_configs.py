@@ -18,7 +18,7 @@ from tests.models.gemmas import gemma4
 from tests.models.hybrids import nemotron_h
 from tests.models.ling import ling
 from tests.models.longcat import longcat
-from tests.models.own_layouts import ernie, gpt_oss
+from tests.models.own_layouts import ernie, gpt_oss, minimax_m2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 from tests.models.test_families import LLAMA3, Make
 
@@ -33,6 +33,12 @@ from tests.models.test_families import LLAMA3, Make
         (llama, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope_type = "dynamic" is not supported'),
         (ernie, {"use_bias": True}, "use_bias = true is not supported; supported: false"),
         (ernie, {"moe_k": 9}, "moe_k must be at most moe_num_experts = 8, got 9"),
+        (minimax_m2, {"use_qk_norm": False}, "use_qk_norm = false is not supported; supported: true"),
+        (minimax_m2, {"qk_norm_type": "per_head"}, "qk_norm_type must be one of per_layer"),
+        (minimax_m2, {"shared_intermediate_size": 8}, "shared_intermediate_size = 8 is not supported; supported: 0"),
+        (minimax_m2, {"attn_type_list": [1, 0, 1]}, r"attn_type_list = \[1, 0, 1\] is not supported; supported: 1 for each layer"),
+        (minimax_m2, {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_local_experts = 8, got 9"),
+        (minimax_m2, {"rotary_dim": 14}, "rotary_dim must be an even number up to head_dim = 12, got 14"),
         (gpt_oss, {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_local_experts = 8, got 9"),
         (gpt_oss, {"layer_types": ["full"] * 3}, "layer_types must be a list of num_hidden_layers = 3 names"),
         (gemma4, {"enable_moe_block": True}, "enable_moe_block = true is not supported; supported: false: the dense Gemma 4 models"),

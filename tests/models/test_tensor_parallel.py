@@ -37,7 +37,7 @@ from tests.models.gemmas import SMALL, assistant, gemma4, gemma4_small
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.models.ling import ling
 from tests.models.longcat import longcat
-from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
+from tests.models.own_layouts import ernie, gpt_oss, mimo_v2, minimax_m2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 from tests.models.test_families import SEVERAL_BLOCKS, Make
 from tests.ranks import Peer, on_ranks, thread_ranks
@@ -80,6 +80,8 @@ MORE: dict[str, tuple[Make, dict[str, Any], int, SpecConfig]] = {
     "ernie 4.5": (ernie, {"vocab_size": 25}, 2, MTP),
     "gpt-oss": (gpt_oss, {}, 4, PLAIN),
     "gpt-oss, mxfp4": (gpt_oss, {"mxfp4": True, "hidden_size": 96, "intermediate_size": 128}, 2, PLAIN),
+    "minimax-m2, norms over the heads of all": (minimax_m2, {}, 2, PLAIN),
+    "minimax-m2, a key head on two": (minimax_m2, {"intermediate_size": 24}, 4, PLAIN),
     "mistral, a window": (mistral, {"sliding_window": 6, "head_dim": 16}, 2, PLAIN),
     "gemma 4": (gemma4, {"num_key_value_heads": 1, "attention_bias": True}, 2, PLAIN),
     "gemma 4, small": (gemma4_small, {"vocab_size": 25, "vocab_size_per_layer_input": 25}, 4, PLAIN),
@@ -290,7 +292,10 @@ def test_each_rank_computes_all_of_an_assistant_from_its_part_of_the_keys(tmp_pa
 
 @pytest.mark.parametrize("kind", ["STANDALONE", "EAGLE", "EAGLE3", "MEDUSA", "DFLASH"])
 def test_each_rank_computes_all_of_a_draft_model_that_is_apart(tmp_path: Path, kind: str, logits: Logits) -> None:
-    target, path = llama(tmp_path / "target", num_hidden_layers=3 if kind == "DFLASH" else 7), tmp_path / "head"
+    """EAGLE-3's is one for MiniMax-M2."""
+    layers, path = 3 if kind == "DFLASH" else 7, tmp_path / "head"
+    options = {"attn_type_list": None} if kind == "EAGLE3" else {}
+    target = (minimax_m2 if kind == "EAGLE3" else llama)(tmp_path / "target", num_hidden_layers=layers, **options)
     match kind:
         case "STANDALONE":  # with its own sinks and biases, and as many heads as ranks do not share
             gpt_oss(path, vocab_size=24, num_attention_heads=3, num_key_value_heads=1)

@@ -45,6 +45,8 @@ CODER = PAIRS.replace("%pair", "<parameter={{ k }}>\n{{ v }}\n</parameter>\n")
 CODER = "<tool_call>\n<function={{ f.name }}>\n" + CODER + "</function>\n</tool_call>"
 MIMO = CODER.replace("\n{{ v }}\n", "{{ v }}")
 MISTRAL = '[TOOL_CALLS] [{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ c.id }}"}]'
+MINIMAX = PAIRS.replace("%pair", '<parameter name="{{ k }}">{{ v }}</parameter>\n')
+MINIMAX = '\n<minimax:tool_call>\n<invoke name="{{ f.name }}">\n' + MINIMAX + "</invoke>\n</minimax:tool_call>"
 DSML = (
     '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ f.name }}">\n'
     + PAIRS.replace("%pair", '<｜DSML｜parameter name="{{ k }}" string="true">{{ v }}</｜DSML｜parameter>\n')
@@ -65,6 +67,7 @@ CHECKPOINTS: list[tuple[str, str, str, tuple[str, ...], str | None, str | None]]
     ("Qwen3-Thinking", template(HERMES, "assistant:\n<think>\n"), "Qwen3MoeForCausalLM", (), "hermes", "deepseek_r1"),
     ("Qwen3-Coder", template(CODER), "Qwen3MoeForCausalLM", ("<tool_call>",), "qwen3_coder", "qwen3"),
     ("Step-3.5", template(CODER, "assistant\n<think>\n"), "Step3p5ForCausalLM", ("<tool_call>",), "qwen3_coder", "deepseek_r1"),
+    ("MiniMax-M2", template(MINIMAX, "]~b]ai\n<think>\n"), "MiniMaxM2ForCausalLM", ("<think>",), "minimax_m2", "minimax_m2"),
     ("MiMo-7B", template(HERMES), "MiMoForCausalLM", (), "hermes", "mimo"),
     ("MiMo-V2's", template(MIMO), "MiMoForCausalLM", (), "mimo", "mimo"),
     ("GLM-4.5", template(GLM45, OFF), "Glm4MoeForCausalLM", ("<tool_call>",), "glm45", "glm45"),

@@ -32,8 +32,11 @@ from tests.text.test_parsers import (
     GLM,
     HARMONY,
     HERMES,
+    INVOKE,
     LLAMA,
     MIMO,
+    MINIMAX,
+    MINIMAX_END,
     TURN,
     V3_CALL,
     V31_CALL,
@@ -43,7 +46,7 @@ MARKERS = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     SECTION, SECTION_END, CALL, CALL_END, SEPARATOR, "｜DSML｜", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>",
     "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>",
-    "<longcat_tool_call>", "</longcat_tool_call>", "<longcat_arg_key>",
+    "<longcat_tool_call>", "</longcat_tool_call>", "<longcat_arg_key>", MINIMAX, MINIMAX_END,
 ]  # fmt: skip
 
 
@@ -86,6 +89,7 @@ WRITTEN = [
     ("longcat_xml", longcat(GLM), longcat(f"{GLM}\n{GLM}")),
     ("qwen3_coder", CODER, f"{CODER}\n{CODER}"),
     ("mimo", MIMO, f"{MIMO}\n{MIMO}"),
+    ("minimax_m2", f"{MINIMAX}\n{INVOKE}\n{MINIMAX_END}", f"{MINIMAX}\n{INVOKE}\n{INVOKE}\n{MINIMAX_END}"),
     ("deepseek_v3", f"{SECTION}{V3_CALL}{SECTION_END}", f"{SECTION}{V3_CALL}\n{V3_CALL}{SECTION_END}"),
     ("deepseek_v31", f"{SECTION}{V31_CALL}{SECTION_END}", f"{SECTION}{V31_CALL}{V31_CALL}{SECTION_END}"),
     ("deepseek_v32", f"{CALLS}\n{DSML}\n{CALLS_END}", f"{CALLS}\n{DSML}\n{DSML}\n{CALLS_END}"),

@@ -13,7 +13,7 @@ from mtpserve.text.parsers.formats.deepseek import CALL, CALL_END, SECTION, SECT
 from mtpserve.text.parsers.reasoning import Opening
 from tests import selection
 from tests.text.calls import parse
-from tests.text.test_parsers import CALLS, CALLS_END
+from tests.text.test_parsers import CALLS, CALLS_END, MINIMAX, MINIMAX_END
 
 Arguments = dict[str, Any]
 Calls = Sequence[tuple[str, Arguments]]
@@ -55,6 +55,12 @@ def dsml(name: str, arguments: Arguments) -> str:
     return "\n".join([f'<｜DSML｜invoke name="{name}">', *(inside or [""]), "</｜DSML｜invoke>"])
 
 
+def minimax(name: str, arguments: Arguments) -> str:
+    values = {key: value if isinstance(value, str) else dumped(value) for key, value in arguments.items()}
+    inside = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items())
+    return f'<invoke name="{name}">\n{inside}</invoke>\n'
+
+
 def harmony(name: str, arguments: Arguments) -> str:
     return f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumped(arguments)}<|call|>"
 
@@ -89,6 +95,7 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "LongCat-Flash": ("longcat", lambda calls: "".join(LONGCAT.format(as_object(*call)) for call in calls)),
     "Qwen3-Coder": ("qwen3_coder", lambda calls: "\n".join(coder(*call) for call in calls)),
     "MiMo-V2": ("mimo", lambda calls: "\n".join(coder(*call, line="") for call in calls)),
+    "MiniMax-M2": ("minimax_m2", lambda calls: f"{MINIMAX}\n{''.join(minimax(*call) for call in calls)}{MINIMAX_END}"),
     "Llama 3": ("llama3_json", lambda calls: "; ".join(as_object(*call, key="parameters") for call in calls)),
     "Llama 3.2": ("pythonic", lambda calls: f"[{', '.join(python(*call) for call in calls)}]"),
     "LFM2": ("lfm2", lambda calls: f"<|tool_call_start|>[{', '.join(python(*call) for call in calls)}]<|tool_call_end|>"),

@@ -29,6 +29,8 @@ CODER = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
 )
 MIMO = CODER.replace(">\nUlm\n<", ">Ulm<").replace(">\n2\n<", ">2<")
+INVOKE = '<invoke name="get_weather">\n<parameter name="city">Ulm</parameter>\n<parameter name="days">2</parameter>\n</invoke>'
+MINIMAX, MINIMAX_END = "<minimax:tool_call>", "</minimax:tool_call>"
 V3_CALL = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{CITY}\n```<｜tool▁call▁end｜>"
 V31_CALL = f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{CITY}<｜tool▁call▁end｜>"
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -67,6 +69,9 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [("now", "{}")]),
     ("mimo", f"{MIMO}\n{MIMO}", "", ONE * 2),
     ("mimo", "<tool_call>\n<function=save>\n<parameter=text>\n a\n</parameter>\n</function>\n</tool_call>", "", [("save", SPACED)]),
+    ("minimax_m2", f"Hm.\n{MINIMAX}\n{INVOKE}\n{INVOKE}\n{MINIMAX_END}", "Hm.", ONE * 2),
+    ("minimax_m2", f'{MINIMAX}\n<invoke name="now">\n</invoke>\n{MINIMAX_END}', "", [("now", "{}")]),
+    ("minimax_m2", f"An {INVOKE} is no call", f"An {INVOKE} is no call", []),
     ("deepseek_v3", f"Hm.{BEGIN}{V3_CALL}\n{V3_CALL}{END}", "Hm.", ONE * 2),
     ("deepseek_v3", f"{BEGIN}{V31_CALL}{V31_CALL}{END}", "", ONE * 2),
     ("deepseek_v31", f"{BEGIN}{V31_CALL}{V31_CALL}{END}", "", ONE * 2),

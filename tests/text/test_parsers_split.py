@@ -20,6 +20,16 @@ SHARDS = {
     "glm45": [*TAGS, *KEYS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
     "qwen3_coder": [*TAGS, *KEYS, "<function=", "</function>", "<parameter=", "</parameter>", ">"],
     "mimo": [*TAGS, *KEYS, "<function=", "</function>", "<parameter=", "</parameter>", ">"],
+    "minimax_m2": [
+        *KEYS,
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        '<invoke name="',
+        '<parameter name="',
+        '">',
+        "</parameter>",
+        "</invoke>",
+    ],
     "deepseek_v3": [SECTION, SECTION_END, CALL, CALL_END, SEPARATOR, "```json", "```"],
     "deepseek_v32": [CALLS, CALLS_END, *KEYS, *INVOKE, 'save">', "</｜DSML｜invoke>", "</｜DSML｜parameter>", "<｜", '"'],
     "openai": [

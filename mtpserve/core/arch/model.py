@@ -331,6 +331,7 @@ class ModelArch:
     qkv_bias: bool = False
     out_bias: bool = False  # the attention's output projection has a bias
     head_norms: bool = False  # each head of q and k is normed before it is rotated
+    row_norms: bool = False  # q and k are, each over all of its heads
     # what a head has attended to is multiplied by the sigmoid of numbers that the projection of q gives after
     # q
     out_gate: bool = False

@@ -24,7 +24,7 @@ from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.devices.lora import LoRASizes, attach, with_adapters
 from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.layers.linear import Linear
-from mtpserve.models.family import Family, arch_of, without_mtp
+from mtpserve.models.family import Family, arch_of, dummy_layout, without_mtp
 from mtpserve.models.registry import family_of
 from mtpserve.runtime.device_requests import DeviceRequests
 from mtpserve.runtime.memory import Fixed, MemoryPlan, Sizes, plan_memory
@@ -39,7 +39,6 @@ from mtpserve.weights.checkpoint.hf import read_config
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.checkpoint.layouts import (
     MTPLayout,
-    dummy_layers,
     nextn_prefix,
     why_no_mtp,
     with_mtp_layers,
@@ -109,9 +108,7 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     )
     layers = hf_config.get_int("num_hidden_layers", at_least=1)
     checkpoint, layout = (
-        (checkpoint, dummy_layers(hf_config, family.modules or family.uncounted))
-        if dummy
-        else with_mtp_layers(checkpoint, layers)
+        (checkpoint, dummy_layout(family, hf_config)) if dummy else with_mtp_layers(checkpoint, layers)
     )
     apart = config.spec.speculative_draft_model_path is not None
     if want_mtp and (family.mtp_rules is None or (family.mtp_apart and layout is None and not apart)):

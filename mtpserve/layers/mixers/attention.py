@@ -12,7 +12,7 @@ from mtpserve.core.protocols.linear import LinearMethod
 from mtpserve.layers.devices.torch_kernels import rope_store_apart
 from mtpserve.layers.kernels import HeadNorms, Kernels
 from mtpserve.layers.linear import Linear
-from mtpserve.layers.norm import RMSNorm
+from mtpserve.layers.norm import RMSNorm, RowNorms
 from mtpserve.layers.rope import Rotation
 
 
@@ -41,6 +41,7 @@ class GQA(nn.Module):
         self.out.added_once = ("bias",)
         self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None
         self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None
+        self.row_norms = RowNorms(q, k, arch.norm_eps, kernels) if arch.row_norms else None
         has_sinks = arch.sinks == "all" or (arch.sinks == "windows" and kind.window is not None)
         self.sinks = (
             nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False) if has_sinks else None
@@ -50,7 +51,8 @@ class GQA(nn.Module):
     def ordinary(self) -> bool:
         """It has nothing that the op for whole layers lacks."""
         same = self.kv.key_dim == self.kv.value_dim and self.value_scale == 1
-        return same and not self.in_window and not self.gated and self.gate is None
+        plain = not self.gated and self.gate is None and self.row_norms is None
+        return same and not self.in_window and plain
 
     @property
     def norms(self) -> HeadNorms | None:
@@ -81,7 +83,7 @@ class GQA(nn.Module):
         """x [T, hidden] → q, k and v of all heads [T, numbers], and the gates that come with them [T, heads,
         head_dim]"""
         if not self.gated:
-            return self.qkv(x), None
+            return self.qkv(x) if self.row_norms is None else self.row_norms(self.qkv(x)), None
         # Each head's gate comes after its q.
         q, kv = self.qkv(x).split([self.qkv.parts[0], sum(self.qkv.parts[1:])], -1)
         q, gate = q.unflatten(-1, (self.heads, 2, -1)).unbind(2)

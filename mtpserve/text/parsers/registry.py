@@ -33,6 +33,7 @@ TOOL_CALLS: Registry[type[CallFormat]] = Registry(
             "glm47": f"{TAGGED}:GLM47",
             "qwen3_coder qwen3_xml step3p5": f"{TAGGED}:Qwen3Coder",
             "mimo": f"{TAGGED}:MiMo",
+            "minimax_m2 minimax-m2": f"{TAGGED}:MiniMaxM2",
             "pythonic llama4_pythonic": f"{PYTHON}:Pythonic",
             "lfm2": f"{PYTHON}:LFM2",
             "openai gpt-oss": f"{HARMONY}:Harmony",
@@ -44,7 +45,7 @@ REASONINGS: Registry[Thinking] = Registry(
     "reasoning parser",
     named(
         {
-            "deepseek_r1 deepseek-r1 qwen3-thinking step3p5": f"{REASONING}:ALWAYS",
+            "deepseek_r1 deepseek-r1 qwen3-thinking step3p5 minimax_m2 minimax": f"{REASONING}:ALWAYS",
             (
                 "deepseek_v3 deepseek-v3 deepseek_v4 deepseek-v4 qwen3 glm45 glm47 mimo nemotron_v3 "
                 "nemotron_3 nano_v3"

@@ -224,10 +224,10 @@ def decided(values: Values, config: EngineConfig) -> EngineConfig:
     Raises ConfigError."""
     has_mtp = False
     if "model" in values:
-        from mtpserve.weights.checkpoint.layouts import dummy_layers
+        from mtpserve.models.family import dummy_layout
 
         hf_config, family = described(config)
-        has_mtp = dummy_layers(hf_config, family.modules or family.uncounted) is not None
+        has_mtp = dummy_layout(family, hf_config) is not None
     return replace(config, spec=named(config.spec, has_mtp))
 
 

@@ -1,5 +1,5 @@
-"""Calls with each argument between tags of its own, as GLM-4.5, Qwen3-Coder, MiMo-V2 and DeepSeek-V3.2 write
-them, converted to JSON.
+"""Calls with each argument between tags of its own, as GLM-4.5, Qwen3-Coder, MiMo-V2, MiniMax-M2 and
+DeepSeek-V3.2 write them, converted to JSON.
 
 A parameter that can only be a string is passed on while it arrives; any other one when it is complete and its
 type is known. Sources: the chat templates of GLM-4.5 and of Qwen3-Coder, encoding_dsv32.py in DeepSeek-V3.2's
@@ -217,24 +217,10 @@ class MiMo(Qwen3Coder):
     example = Qwen3Coder.example.replace("\nvalue\n", "value")
 
 
-class DSML(Tagged):
-    """DeepSeek-V3.2's: each value says whether it is a string, and is JSON if not. Its tags contain a token
-    of their own."""
+class Invoked(Tagged):
+    """Calls in a section, each with its name in an attribute."""
 
-    TOKEN = "｜DSML｜"
-    CALLS = "function_calls"
-    SECTION, SECTION_END = f"<{TOKEN}{CALLS}>", f"</{TOKEN}{CALLS}>"
-    INVOKE, INVOKE_END = f'<{TOKEN}invoke name="', f"</{TOKEN}invoke>"
-    KEY, KEY_END, VALUE_END = f'<{TOKEN}parameter name="', ">", f"</{TOKEN}parameter>"
-    IS_STRING = '" string="'  # between a key and true or false
-    ENDS = (INVOKE_END, SECTION_END)
-    NEXT, BEFORE, QUOTED = INVOKE, "</", True
-    markers: tuple[str, ...] = (SECTION, INVOKE)
-    tokens = (TOKEN,)
-    example = (
-        f'{SECTION}\n{INVOKE}tool_call_name">\n'
-        f'{KEY}key{IS_STRING}true"{KEY_END}value{VALUE_END}\n{INVOKE_END}\n{SECTION_END}'
-    )
+    SECTION = SECTION_END = INVOKE = INVOKE_END = ""
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         if marker == self.SECTION:
@@ -255,6 +241,53 @@ class DSML(Tagged):
                 return
         if not scan.record and (yield from scan.follows(self.SECTION_END)):
             scan.layout()
+
+
+class MiniMaxM2(Invoked):
+    """MiniMax-M2's, as the chat template of its checkpoints writes them."""
+
+    SECTION, SECTION_END = "<minimax:tool_call>", "</minimax:tool_call>"
+    INVOKE, INVOKE_END = '<invoke name="', "</invoke>"
+    KEY, KEY_END, VALUE_END = '<parameter name="', '">', "</parameter>"
+    ENDS = (INVOKE_END, SECTION_END)
+    NEXT = INVOKE
+    markers: tuple[str, ...] = (SECTION,)
+    example = (
+        f'{SECTION}\n{INVOKE}tool_call_name">\n{KEY}key{KEY_END}value{VALUE_END}\n{INVOKE_END}\n{SECTION_END}'
+    )
+
+    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
+        def key_of(key: str) -> str:
+            return text(f"{self.KEY}{key}{self.KEY_END}")
+
+        line, calls, rules = text("\n"), [], ""
+        for number, tool in enumerate(tools):
+            parameters, *values = self.parameter_rules(tool, number, key_of, (f"{self.VALUE_END}\n",), spell)
+            head = text(f'{self.INVOKE}{tool.name}">\n')
+            calls.append(f"{head} {parameters} {text(self.INVOKE_END)}")
+            rules += "".join(values)
+        begin, end = f"{spell(self.SECTION)} {line}", f"{line} {spell(self.SECTION_END)}"
+        return calls_of(calls, several, begin=begin, between=line, end=end, rules=rules)
+
+
+class DSML(Invoked):
+    """DeepSeek-V3.2's: each value says whether it is a string, and is JSON if not. Its tags contain a token
+    of their own."""
+
+    TOKEN = "｜DSML｜"
+    CALLS = "function_calls"
+    SECTION, SECTION_END = f"<{TOKEN}{CALLS}>", f"</{TOKEN}{CALLS}>"
+    INVOKE, INVOKE_END = f'<{TOKEN}invoke name="', f"</{TOKEN}invoke>"
+    KEY, KEY_END, VALUE_END = f'<{TOKEN}parameter name="', ">", f"</{TOKEN}parameter>"
+    IS_STRING = '" string="'  # between a key and true or false
+    ENDS = (INVOKE_END, SECTION_END)
+    NEXT, BEFORE, QUOTED = INVOKE, "</", True
+    markers: tuple[str, ...] = (SECTION, INVOKE)
+    tokens = (TOKEN,)
+    example = (
+        f'{SECTION}\n{INVOKE}tool_call_name">\n'
+        f'{KEY}key{IS_STRING}true"{KEY_END}value{VALUE_END}\n{INVOKE_END}\n{SECTION_END}'
+    )
 
     def typed(self, written: str, schema: Schema) -> tuple[str, frozenset[str] | None]:
         key, string, said = written.removesuffix('"').partition(self.IS_STRING)
