@@ -13,6 +13,6 @@ BACKENDS: Registry[Callable[[Stores, int, float], AttentionBackend]] = Registry(
         "reference": "mtpserve.attention.reference:ReferenceAttention",
         "exact": "mtpserve.attention.exact:ExactAttention",
         "cpu": "mtpserve.attention.cpu:CPUAttention",
-        "triton": "mtpserve.attention.triton:TritonAttention",
+        "triton": "mtpserve.attention.gpu.triton:TritonAttention",
     },
 )

@@ -101,6 +101,7 @@ def attention(target: str) -> None:
 
 
 def selection(target: str) -> None:
+    from mtpserve_kernels.attention.entries import window_and_entries
     from mtpserve_kernels.attention.select import select, selected_mla
 
     fp8 = target in FLOAT8
@@ -110,6 +111,13 @@ def selection(target: str) -> None:
             bits = ints(2) if tree else None
             scales = torch.zeros(64, 1, 1) if keys.dtype == torch.float8_e4m3fn else None
             select(q, torch.zeros(2, heads), keys, ints(4, 4096), ints(2), ints(2), bits, bits, 64, 2048, scales=scales, shift=shift)
+        latent = torch.zeros(64, 1, 512, dtype=stored or dtype)
+        tables, rows, sinks = (ints(4, 4096), latent), ints(2, 2), torch.zeros(64)
+        for page, tree in ((64, None), (1, None), (1, ints(2))):
+            window_and_entries(
+                torch.zeros(2, 64, 512, dtype=dtype), latent, *tables, ints(4, 4096), rows, ints(2), tree, tree, ints(2), tree, tree, sinks,
+                128, page, 128, 0.1,
+            )  # fmt: skip
         latent = torch.zeros(64, 1, 576, dtype=stored or dtype)
         for heads in (1, 16, 64, 128):
             for splits in (1, 8):

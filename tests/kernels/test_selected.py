@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtpserve.attention.triton_selected import RowsSeen
+from mtpserve.attention.gpu.triton_selected import RowsSeen
 from mtpserve.config import SpecConfig
 from mtpserve.core.sampling import SamplingParams
 from tests import selection

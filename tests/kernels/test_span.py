@@ -12,7 +12,7 @@ from mtpserve_kernels.attention import reference, span
 from mtpserve_kernels.attention.span import SpanTiling, span_gqa, span_mla
 from torch import Tensor
 
-from mtpserve.attention.triton import typical_width
+from mtpserve.attention.gpu.triton import typical_width
 from tests.kernels.spans import RAGGED, SpanCase, check
 
 

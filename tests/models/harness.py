@@ -49,16 +49,17 @@ class Harness:
         found = describe(EngineConfig(model=ModelConfig(model=str(directory), device=device.type)), want_mtp=with_mtp)
         arch, longest = found.arch, max(map(len, prompts))
         groups = page_groups(arch.layers)
-        self.seats = DeviceRequests(len(prompts), longest, SIZES, arch.vocab, page_size, device, spare_pages=[0] * len(groups))
+        each = -(-(longest + SIZES.num_lookahead_tokens(0)) // page_size)
+        spare = [each * len(prompts)] * len(groups)  # the last page: what is written there is nobody's
+        self.seats = DeviceRequests(len(prompts), longest, SIZES, arch.vocab, page_size, device, spare_pages=spare)
         self.sampling = SamplingState(len(prompts), LogitRules(self.seats, len(prompts), arch.vocab, (), (), device), device)
         kernels = KERNELS.get({"reference": "torch"}.get(backend, backend))()
         kept = Storage(keep_blocks, torch.float32, keep_int4=keep_blocks)
         self.model = load_model(found, torch.float32, device, longest + SIZES.num_lookahead_tokens(0), kernels, False, kept)
-        each = -(-(longest + SIZES.num_lookahead_tokens(0)) // page_size)
         generator = torch.Generator().manual_seed(3)
         orders = [torch.randperm(each * len(prompts), generator=generator).tolist() for _ in groups]
         trunk, layers = arch.layers[: arch.num_layers], attending(arch.layers)
-        self.stores = Stores(layers, [len(order) for order in orders], page_size, torch.float32, device, poison=True, kv_dtype=cache)
+        self.stores = Stores(layers, [page + 1 for page in spare], page_size, torch.float32, device, poison=True, kv_dtype=cache)
         kinds = recurrent_kinds(trunk)
         states = States(kinds, len(prompts) + 1, SIZES.nodes, 1, torch.float32, device, poison=True) if kinds else None
         self.attention = trunk_attention(backend, arch, self.stores, states, recur_of(backend))

@@ -83,3 +83,37 @@ def selected_mla(q: Tensor, latent: Tensor, slots: Tensor, counts: Tensor, scale
         weights = (scale * q[row].float() @ seen.T).softmax(-1)
         out[row] = (weights @ seen[:, :value_dim]).to(q.dtype)
     return out
+
+
+def window_and_entries(
+    q: Tensor, tokens: Tensor, block_table: Tensor, entries: Tensor, entry_table: Tensor, table_rows: Tensor, index: Tensor,
+    bits: Tensor | None, starts: Tensor | None, ends: Tensor, entry_bits: Tensor | None, entry_starts: Tensor | None, sinks: Tensor,
+    page_size: int, entry_page_size: int, window: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """q [T, heads, D], tokens [slots, 1, D] and entries [places, 1, D], whose rows are values, too → [T, heads, D].
+
+    block_table [n, pages] and entry_table [m, pages] int64; table_rows [2, T]: their rows for each row; index, ends [T]; bits, starts,
+    entry_bits and entry_starts [T] or None: see `entries.py`. A row sees `window` tokens, itself included. sinks [heads] float32.
+    """
+    out = torch.empty_like(q)
+    for row, (table_row, entry_row) in enumerate(table_rows.t().tolist()):
+        columns, position, there = torch.arange(int(index[row]) + 1, device=q.device), int(index[row]), None
+        if bits is not None and starts is not None and bits[row] != -1:
+            bit = columns - starts[row]
+            there = (bit < 0) | (bits[row] >> bit.clamp(0, 63) & 1).bool()
+            position = int(starts[row]) + int(bits[row]).bit_count() - 1
+        seen = columns > position - window
+        columns = columns[seen if there is None else seen & there]
+        chosen = torch.arange(int(ends[row]), device=q.device)
+        if entry_bits is not None and entry_starts is not None:
+            bit = chosen - entry_starts[row]
+            chosen = chosen[(bit < 0) | (entry_bits[row] >> bit.clamp(0, 63) & 1).bool()]
+        keys = torch.cat([
+            rows[table[number, places // size] * size + places % size, 0].float()
+            for rows, table, number, places, size in (
+                (tokens, block_table, table_row, columns, page_size), (entries, entry_table, entry_row, chosen, entry_page_size)
+            )
+        ])  # fmt: skip
+        scores = torch.cat([scale * q[row].float() @ keys.T, sinks.unsqueeze(1)], 1)
+        out[row] = (scores.softmax(-1)[:, :-1] @ keys).to(q.dtype)
+    return out

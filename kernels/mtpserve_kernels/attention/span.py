@@ -107,9 +107,10 @@ def _attend(
     b_k = tl.load(p_key + o_k[None, :], mask=b_here[:, None] & (o_k < KEY)[None, :], other=0.0).to(b_q.dtype)
     b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if LATENT:
-        o_r = tl.arange(0, b_q_rope.shape[1])
-        b_k_rope = tl.load(p_key + KEY + o_r[None, :], mask=b_here[:, None] & (o_r < ROPE)[None, :], other=0.0).to(b_q.dtype)
-        b_scores = tl.dot(b_q_rope, tl.trans(b_k_rope), b_scores, input_precision="ieee")
+        if ROPE > 0:
+            o_r = tl.arange(0, b_q_rope.shape[1])
+            b_k_rope = tl.load(p_key + KEY + o_r[None, :], mask=b_here[:, None] & (o_r < ROPE)[None, :], other=0.0).to(b_q.dtype)
+            b_scores = tl.dot(b_q_rope, tl.trans(b_k_rope), b_scores, input_precision="ieee")
         b_v = b_k
     else:
         p_value = p_v + b_slot[:, None] * (kv_heads * E) + o_e[None, :]
@@ -207,7 +208,7 @@ def span_kernel(
             p_rows = p_q + b_out_row.to(tl.int64)[:, None] * D
             b_q = tl.load(p_rows + o_k[None, :], mask=m_row[:, None] & (o_k < KEY)[None, :], other=0.0)
             b_q_rope = b_q
-            if LATENT:
+            if ROPE > 0:
                 b_q_rope = tl.load(p_rows + KEY + o_r[None, :], mask=m_row[:, None] & (o_r < ROPE)[None, :], other=0.0)
             b_acc = tl.zeros([BM, BE], tl.float32)
             b_max = tl.full([BM], float("-inf"), tl.float32)
@@ -337,7 +338,7 @@ def span_mla(
     width: int = 1, splits: int | None = None, tile: SpanTiling | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value → [T, heads, value_dim]; see `span_gqa`."""
-    assert latent.shape[1] == 1 and value_dim < latent.shape[2], (latent.shape, value_dim)
+    assert latent.shape[1] == 1 and value_dim <= latent.shape[2], (latent.shape, value_dim)
     where = block_table, seats, query_start_loc, seq_lens, index, tree_bits, tree_start, page_size, scale
     return _span(q, latent, None, value_dim, *where, sinks, window, shift, width, splits, tile)
 

@@ -8,7 +8,8 @@ from mtpserve_kernels.attention.span import span_gqa, span_mla
 from torch import Tensor
 
 from mtpserve.attention.contexts import Contexts, slots_of
-from mtpserve.attention.triton_selected import ChosenSlots, RowsSeen, SelectedSpans
+from mtpserve.attention.gpu.triton_compressed import CompressedSpans, compressed_spans
+from mtpserve.attention.gpu.triton_selected import ChosenSlots, RowsSeen, SelectedSpans
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Store, Stores
 from mtpserve.core.arch.model import Attention, LayerKind
@@ -25,22 +26,26 @@ class TritonAttention:
     def supports(self, kind: LayerKind) -> bool:
         if (
             not isinstance(kind, Attention)
-            or kind.compressed is not None
+            or (kind.compressed is not None and kind.compressed.index_dim > 128)
             or (kind.selected is not None and (kind.kv.kind != "mla" or kind.index_dim > 128))
         ):
             return False
         return kind.kv.key_dim <= (576 if kind.kv.kind == "mla" else 512)
 
-    def plan(self, batch: Batch) -> Contexts[PlannedSpans | SelectedSpans]:
+    def plan(self, batch: Batch) -> Contexts[PlannedSpans | SelectedSpans | CompressedSpans]:
         width = typical_width(len(batch.input_ids), len(batch.req_indices), batch.sample_rows.shape[1])
         slots = {group: slots_of(batch, group) for group in self.stores.groups}
         visible_ranges = (
-            RowsSeen.of(batch) if any(store.kind.selected for store in self.stores.stores) else None
+            RowsSeen.of(batch)
+            if any(store.kind.selected or store.kind.compressed for store in self.stores.stores)
+            else None
         )
         choice = ChosenSlots()
 
-        def plan_store(store: Store) -> PlannedSpans | SelectedSpans:
+        def plan_store(store: Store) -> PlannedSpans | SelectedSpans | CompressedSpans:
             kind, pool, group = store.kind, store.pool, store.group
+            if kind.compressed is not None and visible_ranges is not None:
+                return compressed_spans(batch, store, visible_ranges, self.scale)
             where = pool, batch, slots[group], batch.req_tensors.block_tables[group], self.scale
             if kind.selected is not None and visible_ranges is not None:
                 return SelectedSpans(*where, kind.selected.best, visible_ranges, choice)
