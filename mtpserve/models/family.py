@@ -22,7 +22,7 @@ from mtpserve.weights.checkpoint import hf
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.checkpoint.layouts import MTPLayout, dummy_layers, remains
-from mtpserve.weights.formats import groups
+from mtpserve.weights.quantised.formats import groups
 from mtpserve.weights.rules import Copy, Drop, Expert, How, Rule, Stack
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from torch import nn
 
 from mtpserve.quant.fp8 import BLOCK, FP8, make_room
 from mtpserve.quant.stored import make_room_by_row
-from mtpserve.weights.matrix_formats import StoredFormat
 from mtpserve.weights.plan import Placement, parts_of
+from mtpserve.weights.quantised.matrix_formats import StoredFormat
 from mtpserve.weights.shards import Shard
 
 log = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from mtpserve.weights.audit import all_finite, parameters
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.finish import Finisher, inside
-from mtpserve.weights.matrix_formats import read_scaled
 from mtpserve.weights.plan import Placement, WeightSource, plan
+from mtpserve.weights.quantised.matrix_formats import read_scaled
 from mtpserve.weights.rules import COPY, Rule
 from mtpserve.weights.shards import Shard, clear, shards_of
 

@@ -113,9 +113,7 @@ class Renewal:
         for kind in ("_parameters", "_buffers"):
             clone.__dict__[kind] = {
                 key: self._room(tensor)
-                if self._part.packed
-                and tensor is not None
-                and (packs is None or is_of(key, packs))
+                if self._part.packed and tensor is not None and (packs is None or is_of(key, packs))
                 else getattr(live, kind).get(key)
                 for key, tensor in getattr(planned, kind).items()
             }

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
 from mtpserve.quant.stored import QuantisedMatrix
-from mtpserve.weights import formats
 from mtpserve.weights.audit import Audit, Fill, parameters, row_count
 from mtpserve.weights.checkpoint import hf, schemes
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
-from mtpserve.weights.formats import Group
-from mtpserve.weights.matrix_formats import StoredFormat
+from mtpserve.weights.quantised import formats
+from mtpserve.weights.quantised.formats import Group
+from mtpserve.weights.quantised.matrix_formats import StoredFormat
 from mtpserve.weights.rules import (
     COPY,
     Arranged,

@@ -25,13 +25,13 @@ from mtpserve.core.heartbeat import PULSE
 from mtpserve.core.protocols.parallel import Ranks
 from mtpserve.quant.fp8 import SCALE
 from mtpserve.quant.stored import GLOBAL_SCALE, ZEROS
-from mtpserve.weights import formats
 from mtpserve.weights.audit import Audit, all_finite, parameters
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
 from mtpserve.weights.loader import put
 from mtpserve.weights.parts import Part, Renewal, overwrite, parts_of_module, tensors_in
 from mtpserve.weights.plan import Placement, Region, WeightSource, placements_of, region_of
+from mtpserve.weights.quantised import formats, matrix_formats
 from mtpserve.weights.rules import COPY, Arranged, Copy, Matcher
 from mtpserve.weights.shards import clear, shards_of
 
@@ -305,7 +305,7 @@ def is_whole(group: formats.Group, tensors: Mapping[str, TensorEntry], before: C
         return False
     if role == "plain" and tensors[group.main].dtype not in ("F8_E4M3", "F8_E5M2", "I8", "U8"):
         return True
-    needs = formats.FORMATS[role][0] | (set(before) if role in before else set())
+    needs = matrix_formats.FORMATS[role][0] | (set(before) if role in before else set())
     return needs <= group.tensors.keys()
 
 

@@ -20,11 +20,11 @@ from mtpserve.layers.devices.torch_kernels import torch_kernels
 from mtpserve.quant.e2m1 import dequantize_e2m1
 from mtpserve.quant.published import in_chunks
 from mtpserve.tools.inspect.checkpoint import inspect_model
-from mtpserve.weights import formats
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.schemes import QuantConfig
 from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
 from mtpserve.weights.loader import load
+from mtpserve.weights.quantised import formats
 from mtpserve.weights.rules import Arranged, Expert, Rule, Stack
 from tests.models import checkpoints
 from tests.models.harness import Harness

@@ -25,7 +25,7 @@ from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.hf import quantization, quantization_section
 from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.checkpoint.schemes import has_nvfp4
-from mtpserve.weights.formats import kinds_of
+from mtpserve.weights.quantised.formats import kinds_of
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from mtpserve.core.errors import LoadError
 from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.checkpoint.schemes import QuantConfig
 from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
-from mtpserve.weights.matrix_formats import FORMATS, Mismatch, Shape, StoredFormat, in_chunks
+from mtpserve.weights.quantised.matrix_formats import FORMATS, Mismatch, Shape, StoredFormat, in_chunks
 
 # What a name ends in → what the matrix's own name ends in, and the tensor's role.
 SUFFIXES = {
