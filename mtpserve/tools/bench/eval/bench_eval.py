@@ -34,7 +34,7 @@ from mtpserve.tools.bench.eval.tasks import STOP, STRICT, Exam, ExamQuestion, gs
 
 if TYPE_CHECKING:
     from mtpserve.llm import LLM
-from mtpserve.text.outputs import Completion
+    from mtpserve.text.outputs import Completion
 
 SHOWN, WIDTH = 20, 60  # differences, and characters of each text, in the terminal
 
