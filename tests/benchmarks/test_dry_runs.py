@@ -82,6 +82,7 @@ def test_pages_travel_by_each_way_that_is_there(tmp_path: Path) -> None:
     assert all(0 < row["least_ms"] <= row["ms"] for row in numbers["rows"])
 
 
+@pytest.mark.thorough  # two engines
 def test_adapters(tmp_path: Path) -> None:
     made = mimo(tmp_path / "base")
     command = ["lora.py", "--model", str(made.directory), "--dry-run", "--requests", "3", "--adapters", "0", "2", "--ranks", "4"]

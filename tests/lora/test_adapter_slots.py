@@ -14,6 +14,7 @@ from mtpserve.core.protocols.control import LoadLoRA, UnloadLoRA
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.lora.adapter_slots import AdapterSlots
+from mtpserve.engine.process.affinity import Affinity
 from mtpserve.engine.startup.build import build_engine
 from tests.lora.adapters import CHAIN, Adapter, answers, config_of
 from tests.models.checkpoints import Tiny, mimo
@@ -72,6 +73,11 @@ def test_a_number_is_one_adapter() -> None:
     with pytest.raises(InvalidRequest, match="lora_int_id 1 is that of the adapter 'a' in a: give 'z' another number"):
         slots.require(LoRARequest("z", 1, "z"))
     assert slots.fingerprint(None) == b"" and slots.fingerprint(A) == b"a"
+
+
+def test_several_engines_know_an_adapters_prompts_apart() -> None:
+    keys = [Affinity().keys(Request("r", list(range(200)), SamplingParams(), lora=lora)) for lora in (None, A, B, A)]
+    assert keys[0] and keys[1] == keys[3] and keys[0][0] != keys[1][0] != keys[2][0] != keys[0][0]
 
 
 def test_an_adapter_that_cannot_be_read_may_be_tried_again() -> None:

@@ -20,7 +20,8 @@ class Affinity:
 
     def keys(self, request: Request) -> list[Key]:
         keys: list[Key] = []
-        extend(keys, root(b"", request.salt), request.prompt, len(request.prompt), BLOCK)
+        adapter = b"" if request.lora is None else str(request.lora.lora_int_id).encode()
+        extend(keys, root(adapter, request.salt), request.prompt, len(request.prompt), BLOCK)
         return keys
 
     def find(self, keys: Seq[Key]) -> int | None:
