@@ -53,7 +53,7 @@ def wanted(merged: list[list[list[int]]]) -> list[list[int]]:
     return [merged[i % 3][i] for i in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("slots", [2, 1])
 @pytest.mark.parametrize("spec", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
 def test_texts_are_those_of_merged_weights(
@@ -114,7 +114,7 @@ def test_preempted_requests_go_on_with_their_adapter(folder: Path, tiny: Tiny, m
     assert engine.stats.preemptions_total > 0
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.thorough)])
 def test_new_weights_keep_the_adapters(folder: Path, tiny: Tiny, tmp_path: Path, backend: str) -> None:
     """Also of a request that runs: it goes on as if it had come now, and shares no pages with other adapters."""
     engine, loras = engine_of(folder, tiny, CHAIN, backend=backend)

@@ -66,7 +66,7 @@ def in_turn(lora: LoRAConfig) -> list[LoRARequest | None]:
 
 def engine_of_rank(config: EngineConfig, ranks: Ranks) -> Engine:
     planned = plan(config)
-    model = load_part(planned, ranks, False)
+    model = load_part(planned, ranks, False, None)
     adapters = adapters_of(planned, model, ranks)
     assert adapters is not None
     engine = assemble(model, sizes_of(planned), replace(options_of(planned, [], None), poison=True, adapters=adapters))
@@ -111,6 +111,7 @@ def test_quantised_layers_stay_as_they_are(tiny: Tiny, lora: LoRAConfig, spec: o
     assert plain[0] == bare[0] and plain[3] == bare[3] and plain[1] != bare[1] and plain[2] != bare[2]
 
 
+@pytest.mark.thorough
 def test_float8_matrices_stay_as_they_are(tmp_path: Path) -> None:
     """They are widened for each product, so that a checkpoint of the wide numbers gives the same text; the ranks have their parts."""
     made = glm4_moe(tmp_path / "base", **LARGE)

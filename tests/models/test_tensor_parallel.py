@@ -136,7 +136,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
 
 def engine_of_rank(config: EngineConfig, ranks: Ranks, peers: ThreadPeers | None = None) -> Engine:
     planned = plan(config)
-    model, arch, spread = load_part(planned, ranks, False), planned.described.arch, planned.described.spread
+    model, arch, spread = load_part(planned, ranks, False, None), planned.described.arch, planned.described.spread
     engine = assemble(model, sizes_of(planned), replace(options_of(planned, [], None), poison=True))
     if peers is not None:
         assert spread is not None and arch.moe is not None
