@@ -76,6 +76,7 @@ class Scheduler:
         self._waiting_queue = WaitingQueue(service.longest_prefix)
         self.admission = Admission(pages, self.prefixes, self._waiting_queue, service, max_running)
         self._arrivals = 0
+        self._lacking: dict[str, list[int]] | None = None  # as `must_wait` has found, until anything changes
         self.preemptions = 0
 
     @property
@@ -114,14 +115,14 @@ class Scheduler:
     def must_wait(self) -> bool:
         """The steps in flight must be booked before another is planned: a request requires it, or another
         would be preempted."""
-        ahead = [req for req in self.running if req.in_flight]
+        ahead = [req for req in self.running if req.num_scheduled_tokens != req.num_computed_tokens]
         if not ahead:
             return False
-        missing = [
-            lacking for req in self.running if not ends(req) and (lacking := self._missing_blocks(req))
-        ]
-        too_few = bool(missing) and not self.pages.are_free(map(sum, zip(*missing, strict=True)))
-        return too_few or any(req.is_synchronous for req in ahead)
+        if any(req.synchronous_from is not None and req.is_synchronous for req in ahead):
+            return True
+        self._lacking = self._missing_blocks()  # for the plan that follows
+        missing = self._lacking.values()
+        return bool(missing) and not self.pages.are_free(map(sum, zip(*missing, strict=True)))
 
     def plan(self, draft_depth: int) -> ScheduledStep:
         """The next step, which drafts `draft_depth` deep for the one after it: decoding requests, then prompt
@@ -184,22 +185,28 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------------------- pages
 
-    def _missing_blocks(self, req: RequestState) -> list[int]:
-        """Pages of each group that a running request lacks for its next span; empty: it has them. A prompt
-        lacks none but those of windows that move on: admission took the others."""
-        tokens = len(req.tokens) + useful_drafts(req) if decodes(req) else to_compute(req)
-        if self.pages.has(req.cache.blocks, tokens + req.num_lookahead_tokens):
-            return []
-        return self.pages.missing(
-            req.cache.blocks, req.num_scheduled_tokens, tokens, req.num_lookahead_tokens
-        )
+    def _missing_blocks(self) -> dict[str, list[int]]:
+        """Pages of each group that running requests lack for their next spans; those that lack none are not
+        there. A prompt lacks none but those of windows that move on: admission took the others."""
+        missing = {}
+        for req in self.running:
+            is_decoding = decodes(req)
+            if not is_decoding and (ends(req) or not self.pages.windowed):
+                continue
+            tokens = len(req.tokens) + useful_drafts(req) if is_decoding else to_compute(req)
+            lookahead, blocks = req.num_lookahead_tokens, req.cache.blocks
+            if not self.pages.has(blocks, tokens + lookahead):
+                missing[req.id] = self.pages.missing(blocks, req.num_scheduled_tokens, tokens, lookahead)
+        return missing
 
     def _allocate_blocks(self) -> list[RequestState]:
         """Give every request the pages of its next span, in order → those that decode. Without windows prompt
         chunks need none: admission took theirs."""
         decoding = [req for req in self.running if decodes(req)]
-        for req in [req for req in self.running if not ends(req)] if self.pages.windowed else decoding:
-            if req.req_idx is not None:
+        lacking = self._missing_blocks() if self._lacking is None else self._lacking
+        self._lacking = None
+        for req in list(self.running) if lacking or self.pages.windowed else ():
+            if req.req_idx is not None and not ends(req):
                 if self.pages.windowed:
                     # What its windows have left, and what others may find of that: pages get their keys when
                     # they are booked. The steps in flight still read them; but only later ones write to them,
@@ -208,13 +215,11 @@ class Scheduler:
                         req.cache.blocks,
                         req.num_scheduled_tokens if req.cache.hash_root is None else req.num_computed_tokens,
                     )
-                self._allocate(req)
+                if req.id in lacking:
+                    self._allocate(req, lacking[req.id])
         return [req for req in decoding if req.req_idx is not None]
 
-    def _allocate(self, req: RequestState) -> None:
-        missing = self._missing_blocks(req)
-        if not missing:
-            return
+    def _allocate(self, req: RequestState, missing: list[int]) -> None:
         while not self.pages.are_free(missing):
             # Ends: the pool holds the first request alone, and a request that turns out to be the last gives
             # way itself.
@@ -259,6 +264,7 @@ class Scheduler:
     def commit(self, step: ScheduledStep, result: StepResult) -> list[RequestEvent]:
         """Commits a step. Requests that got neither tokens nor an end have no event. Raises ValueError, and
         changes nothing, for a result that does not fit the plan."""
+        self._lacking = None
         if self.kv_connector is not None:
             self.kv_connector.commit(result.transferred)
         spans = step.plan.spans
@@ -329,7 +335,7 @@ class Scheduler:
         )  # fmt: skip
 
     def _end(self, req: RequestState, finish: Finish, error: str | None = None) -> None:
-        req.num_draft_tokens, req.finish, req.error = 0, finish, error
+        req.num_draft_tokens, req.finish, req.error, self._lacking = 0, finish, error, None
         if req.req_idx is None:
             self._waiting_queue.remove(req)
         else:

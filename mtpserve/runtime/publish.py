@@ -13,6 +13,7 @@ from mtpserve.core.batch import Hidden, Logprobs
 from mtpserve.core.plan import NOT_FINITE, SpanPlan, SpanResult
 from mtpserve.core.protocols.models import Trunk
 from mtpserve.core.request import TokenLogprob
+from mtpserve.core.spec_sizes import SpecSizes
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.constraints import WaitingProposals
 from mtpserve.runtime.sampling.rules import LogitRules
@@ -72,6 +73,26 @@ class RunnerOutput:
             for index, plan, request in self.spans
             if request.req_idx in rows and by_place[index].error is None
         }
+
+
+def next_limits(
+    drafted: Seq[tuple[SpanPlan, RunnerRequest]], draft_depth: int, sizes: SpecSizes, captured: bool
+) -> list[int]:
+    """The most drafts that a step leaves for each request. Where the host decides about a request's drafts it
+    knows no others until it has read the step."""
+    usual = sizes.max_draft_tokens(draft_depth, plain=True)
+    limits = [
+        usual
+        if request.is_simple and request.max_depth is plan.max_draft_tokens is None
+        else sizes.max_draft_tokens(
+            request.depth(draft_depth), captured or not request.has_free_proposals, plan.max_draft_tokens
+        )
+        for plan, request in drafted
+    ]
+    for (_, request), limit in zip(drafted, limits, strict=True):
+        if request.grammar is not None:
+            request.proposals, request.num_waiting = None, limit
+    return limits
 
 
 def downloads(scores: Logprobs | None, rows: slice = slice(None)) -> tuple[Download, ...]:

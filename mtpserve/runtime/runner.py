@@ -19,12 +19,13 @@ from mtpserve.core.protocols.grammars import GrammarCompiler
 from mtpserve.core.protocols.models import Drafter
 from mtpserve.core.spec_sizes import SpecShape, SpecSizes
 from mtpserve.runtime.admissions import admitted, seat, start_states
+from mtpserve.runtime.graphs.graph_key import checkpoint_numbers
 from mtpserve.runtime.graphs.graphs import StepGraphs, verified
 from mtpserve.runtime.graphs.prompt_rows import Prompts
 from mtpserve.runtime.inputs import RowLayout, after_others, build, is_first, row_layout, without_stores
 from mtpserve.runtime.paging import Transfers
 from mtpserve.runtime.parallel.routed import RoutedRows
-from mtpserve.runtime.publish import RunnerOutput, Span, downloads, prompt_logprobs
+from mtpserve.runtime.publish import RunnerOutput, Span, downloads, next_limits, prompt_logprobs
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.constraints import Constraints, WaitingProposals, constrained, follow
 from mtpserve.runtime.sampling.rules import BatchRules
@@ -183,7 +184,7 @@ class Runner:
         return new_rows and not scored and self.is_plain(plan, request)
 
     def is_plain(self, plan: SpanPlan, request: RunnerRequest) -> bool:
-        if request.is_constrained and request.proposals is None:
+        if not request.is_simple and request.is_constrained and request.proposals is None:
             return False
         return plan.samples and not self.sampling.rules.needs_host(request)
 
@@ -275,7 +276,10 @@ class Runner:
         masks = self.constraints.upload(requests, self.sizes.trees) if features.masks else ()
         graph = graphs.replay(
             req_indices,
-            [request.depth(draft_depth) for request in requests],
+            [
+                draft_depth if request.max_depth is None else request.depth(draft_depth)
+                for request in requests
+            ],
             self.max_draft_tokens(plans, draft_depth),
             max(map(verified, plans, requests)),
             draft_depth,
@@ -320,23 +324,10 @@ class Runner:
     ) -> tuple[Download | Seq[int], WaitingProposals | None]:  # fmt: skip
         """Notes which requests' next drafts are trees, and returns how many drafts each has, or a bound, and
         those of requests with grammars. `count` [requests, and padding]; None: nothing was drafted."""
-        limits = [
-            self.sizes.max_draft_tokens(
-                request.depth(draft_depth), captured or not request.has_free_proposals, plan.max_draft_tokens
-            )
-            for plan, request in (drafted if count is not None else ())
-        ] or [0] * len(drafted)
-        for (_, request), limit in zip(drafted, limits, strict=True):
-            request.proposals, request.num_waiting = None, limit
+        limits = next_limits(drafted, draft_depth if count is not None else 0, self.sizes, captured)
         if count is None:
             return limits, None
         requests = [request for _, request in drafted]
         self.req_tensors.branch([request.req_idx for request in requests], trees)
         waiting = None if self.graphs is None else self.constraints.download(requests, self.sizes)
         return limits if self.overlapped else Download(count), waiting
-
-
-def checkpoint_numbers(plans: Seq[SpanPlan]) -> list[list[int]]:
-    """Two lists with a number for each span: tokens before the checkpoint, and the checkpoint's number."""
-    checkpoints = [plan.checkpoint or (0, 0) for plan in plans]
-    return [[tokens for tokens, _ in checkpoints], [number for _, number in checkpoints]]

@@ -43,6 +43,10 @@ class RunnerRequest:
         )
         self.host_rules = bool(self.bad_words)  # they are not in tables of the device
         self.always_rules = bool(self.has_bias or self.has_penalty or self.host_rules)
+        # Its steps have no rule but those that are always in tables of the device.
+        self.is_simple = not (
+            self.host_rules or self.has_prediction or params.min_tokens > 0 or params.grammar is not None
+        )
         self.first_constrained_token, self.min_tokens = params.first_constrained_token, params.min_tokens
 
     @property

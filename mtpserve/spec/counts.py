@@ -26,8 +26,8 @@ def new_stats(depth: int, pages_total: int, drafter: str = MTP) -> EngineStats:
 
 def count_verification(stats: EngineStats, proposal: Proposal, accepted: int, committed: int) -> None:
     """Add one verification, of which `accepted` drafts and `committed` tokens were used. Tokens that a
-    grammar forces are always accepted: they are not counted by position, where they would hide how often
-    drafts are."""
+    grammar forces are accepted where what is before them is: they are not counted by position, where they
+    would hide how often drafts are."""
     stats.drafts_total += 1
     stats.draft_tokens_total += len(proposal.tokens)
     stats.accepted_tokens_total += accepted

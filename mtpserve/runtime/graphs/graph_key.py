@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mtpserve.core.batch import Logprobs
+from mtpserve.core.plan import SpanPlan
 from mtpserve.runtime.inputs import RowLayout
 from mtpserve.runtime.sampling.sampling import SamplingFeatures
 
@@ -67,3 +68,9 @@ def padded(numbers: Seq[int], decoding: int, filler: int, key: GraphKey) -> list
     """One of each request, of which so many decode, up to what the graph of `key` has of both kinds."""
     prompts = [*numbers[decoding:], *[filler] * key.spans][: key.spans]
     return [*numbers[:decoding], *[filler] * (key.requests - decoding), *prompts]
+
+
+def checkpoint_numbers(plans: Seq[SpanPlan]) -> list[list[int]]:
+    """Two lists with a number for each span: tokens before the checkpoint, and the checkpoint's number."""
+    checkpoints = [plan.checkpoint or (0, 0) for plan in plans]
+    return [[tokens for tokens, _ in checkpoints], [number for _, number in checkpoints]]

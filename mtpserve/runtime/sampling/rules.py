@@ -105,6 +105,8 @@ class LogitRules:
     def needs_host(self, request: RunnerRequest) -> bool:
         """True if some rule of the request is not in tables of the device (rule_tables.py), or it has a
         prediction, so that its steps cannot be captured. Most grammars can (constraints.py)."""
+        if request.is_simple:
+            return bool(self.processors)
         stops = request.is_below_min_tokens and len(self.ends(request)) > self.req_tensors.stops.shape[1]
         proposes_here = request.has_prediction or request.needs_masked_proposals
         return bool(self.processors or request.host_rules or proposes_here or stops)

@@ -61,7 +61,7 @@ class SamplingFeatures:
             all_coupled=coupled,
             top_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
             rules=any(request.has_table_rules for request in requests),
-            masks=any(request.is_constrained for request in requests),
+            masks=any(not request.is_simple and request.is_constrained for request in requests),
             adapters=any(request.new_request.adapter_slot >= 0 for request in requests),
         )
 
