@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtpserve.config import SpecConfig
 from mtpserve.core.request import Request
-from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.runtime.graphs import graphs
 from mtpserve.runtime.graphs.capture import Body
 from mtpserve.runtime.graphs.graph_key import GraphOutput
+from tests.runtime.test_captured_grammars import Records
 from tests.runtime.test_overlap import CHAIN, PLAIN, TREE
 from tests.tiny import tiny_engine, tiny_model
 
@@ -83,12 +84,19 @@ class Counting:
         return output, body  # nothing is replayed
 
 
-def launches(spec: SpecConfig, layers: int, monkeypatch: pytest.MonkeyPatch, family: str = "mimo") -> Counter[str]:
-    """Of one decoding step that verifies all that it may and drafts as deep as it may."""
+class Anything:
+    """A compiler of grammars that allow everything."""
+
+    def compile(self, spec: GrammarSpec) -> Records:
+        return Records(0, first=1000)
+
+
+def launches(spec: SpecConfig, layers: int, monkeypatch: pytest.MonkeyPatch, family: str = "mimo", **sampling: Any) -> Counter[str]:
+    """Of one decoding step that verifies all that it may and drafts as deep as it may. `sampling`: not greedy, but so."""
     monkeypatch.setattr(graphs, "PROMPTS", ())  # none of them is recorded
     recorder, model = Counting(monkeypatch), tiny_model(family, kernels="triton", layers=layers)
-    engine = tiny_engine(model, spec, backend="triton", page_size=16, recorder=recorder, seats=1)
-    engine.add(Request("0", [3, 4, 5], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)))
+    engine = tiny_engine(model, spec, backend="triton", page_size=16, recorder=recorder, seats=1, grammars=Anything())
+    engine.add(Request("0", [3, 4, 5], SamplingParams(**({"max_tokens": 12, "temperature": 0, "ignore_eos": True} | sampling))))
     while not recorder.counts:
         assert not any(event.error for event in engine.step())
     return recorder.counts[0]
@@ -107,6 +115,13 @@ def test_a_step_launches_no_more_than_it_did(spec: SpecConfig, most: int, monkey
     overhead = one.total() - per_layer.total()
     print(f"{per_layer.total()} a layer, {overhead} outside them")
     assert 0 < overhead <= most, one.most_common()
+
+
+def test_sampling_and_grammars_add_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = launches(CHAIN, 1, monkeypatch).total()
+    for most, sampling in ((8, {"temperature": 0.8, "top_p": 0.9}), (15, {"grammar": GrammarSpec("regex", ".*")})):
+        step = launches(CHAIN, 1, monkeypatch, **sampling)
+        assert 0 < step.total() - greedy <= most, step.most_common()
 
 
 def test_a_step_of_36_latent_layers_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from mtpserve.engine.engine import Engine
 from mtpserve.runtime import runner_request
 from mtpserve.runtime.sampling.grammar import GrammarRules
 from mtpserve.runtime.sampling.proposals import Node, ProposalLimits, Proposals
-from mtpserve.runtime.sampling.rule_tables import RowMasks
+from mtpserve.runtime.sampling.rule_tables import MaskTable, RowMasks
 from mtpserve.runtime.sampling.sampling import SamplingFeatures
 from tests.grammars import TokenGrammar
 from tests.runtime.recorders import Again, Watched, blinded, runner_of
@@ -218,9 +218,10 @@ def test_masks_of_rows_are_those_of_launched_steps(other_rules: bool) -> None:
     chosen = [Records(2), Records(0)]
     paths = [[[], [0], [0, 2], [0, 2, 4]], [[], [0], [0, 4], [0, 4, 6]]]
     words = torch.full((20, -(-VOCAB // 32)), -1, dtype=torch.int32)
-    for grammar, first, path in zip(chosen, (1, 5), paths, strict=True):
+    for grammar, first, path in zip(chosen, (5, 9), paths, strict=True):
         assert grammar.masks(path, words[first : first + 4].numpy()) == [True] * 4
-    masks = RowMasks(words, torch.tensor([1, 0, 5]))
+    table = MaskTable(~words, torch.arange(5), torch.arange(8, dtype=torch.uint8))
+    masks = RowMasks(table, torch.tensor([5, 0, 9]))
     rules = GrammarRules([], VOCAB)
     rules.by_seat = {0: chosen[0], 2: chosen[1]}
     expected = rules.apply(logits, raw, [0] * 4 + [1] * 4 + [2] * 4, [*paths[0], *[[]] * 4, *paths[1]])

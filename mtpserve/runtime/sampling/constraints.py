@@ -55,7 +55,9 @@ class Constraints:
     def upload(self, requests: Seq[RunnerRequest], trees: bool) -> list[int]:
         """Returns the first of each request's masks among the rows of `LogitRules.mask_table`; 0: it has
         none."""
-        firsts, end, parts, seats, nodes = [], 1, [], [], []
+        table = self.rules.mask_table()
+        firsts, first, parts, seats, nodes = [], len(table.nodes), [], [], []
+        end = first
         for request in requests:
             proposals = request.proposals if request.is_constrained else None
             firsts.append(0 if proposals is None else end)
@@ -65,8 +67,8 @@ class Constraints:
                 seats.append(request.req_idx)
                 nodes.append(proposals.nodes)
         if parts:
-            words = pinned(torch.from_numpy(np.concatenate(parts)), self.rules.device)
-            self.rules.mask_table()[1:end].copy_(words, non_blocking=True)
+            forbidden = pinned(torch.from_numpy(~np.concatenate(parts)), self.rules.device)
+            table.words[first:end].copy_(forbidden, non_blocking=True)
             self.req_tensors.replace_waiting(seats, nodes, trees)
         return firsts
 

@@ -7,8 +7,7 @@ bit. So a captured step applies all of them to all of its requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,28 +41,34 @@ class RuleTables(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class RowMasks:
-    """What grammars allow in the rows of a verification: bit j of word i is token 32 i + j."""
+class MaskTable(NamedTuple):
+    """Masks that the host uploads for one step, and constants to read them by."""
 
-    words: Tensor  # [masks, words] int32; the first one allows everything
+    words: Tensor  # [masks, words] int32: bit j of word i is set where token 32 i + j is forbidden
+    nodes: Tensor  # [nodes of one request, at most] int64: 0, 1, … The first so many masks forbid nothing.
+    shifts: Tensor  # [8] uint8: 0 to 7
+
+
+class RowMasks(NamedTuple):
+    """What grammars forbid in the rows of a verification."""
+
+    table: MaskTable
     firsts: Tensor  # [R] int64, the mask of each request's text, before those of its nodes; 0: it has none
 
     def apply(self, logits: Tensor, raw: Tensor) -> Tensor:
         """logits [R * nodes, vocabulary] after other rules, raw before them. Where other rules leave nothing
         that the grammar allows, the grammar wins: min_tokens cannot prolong finished JSON."""
-        requests, vocab = self.firsts.shape[0], logits.shape[1]
-        numbers = torch.arange(logits.shape[0] // requests, device=logits.device)
-        firsts = self.firsts.unsqueeze(1)
-        rows = torch.where(firsts > 0, firsts + numbers, 0).flatten()
-        octets = self.words.index_select(0, rows).view(torch.uint8).unsqueeze(2)  # the lowest one first
-        bits = octets >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
-        allowed = bits.view(torch.bool).flatten(1)[:, :vocab]
-        masked = torch.where(allowed, logits, -torch.inf)
+        nodes = self.table.nodes[: logits.shape[0] // self.firsts.shape[0]]
+        rows = (self.firsts.unsqueeze(1) + nodes).flatten()
+        octets = self.table.words.index_select(0, rows).view(torch.uint8)  # the lowest one first
+        bits = octets.unsqueeze(2) >> self.table.shifts & 1
+        forbidden = bits.view(torch.bool).flatten(1)[:, : logits.shape[1]]
+        masked = logits.masked_fill(forbidden, -torch.inf)
         if raw is logits:
             return masked
-        empty = (masked == -torch.inf).all(-1, keepdim=True) & (rows > 0).unsqueeze(1)
-        return torch.where(empty, torch.where(allowed, raw, -torch.inf), masked)
+        constrained = (rows >= self.table.nodes.shape[0]).unsqueeze(1)
+        empty = (masked == -torch.inf).all(-1, keepdim=True) & constrained
+        return torch.where(empty, raw.masked_fill(forbidden, -torch.inf), masked)
 
 
 class TableRules:
@@ -82,6 +87,10 @@ class TableRules:
         self.tables, self.req_tensors, self.masks = tables, tables.req_tensors, masks
         self.any_bias, self.any_penalty, self.any_min_tokens = any_bias, any_penalty, any_min_tokens
 
+    def __bool__(self) -> bool:
+        """There is a rule to apply."""
+        return self.any_bias or self.any_penalty or self.any_min_tokens or self.masks is not None
+
     def apply(self, logits: Tensor, req_indices: Tensor, path: Tensor, count: Tensor) -> Tensor:
         raw = logits
         if self.any_bias:
@@ -94,7 +103,7 @@ class TableRules:
 
     def advance(self, batch: Batch, verify_output: VerifyOutput) -> None:
         """Called before the seats move on."""
-        self.masks = None
+        self.masks = None  # they are not of proposals
         if not self.any_penalty:
             return
         _, counts = self.tables.count_tables()

@@ -22,7 +22,7 @@ from mtpserve.core.plan import NOTHING_ALLOWED
 from mtpserve.core.protocols.logits_processor import LogitsProcessor
 from mtpserve.runtime.runner_request import RunnerRequest
 from mtpserve.runtime.sampling.grammar import GrammarRules
-from mtpserve.runtime.sampling.rule_tables import TableRules
+from mtpserve.runtime.sampling.rule_tables import MaskTable, TableRules
 from mtpserve.runtime.transfer import upload, write
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class LogitRules:
         )
         self.number = number = number + 1  # one more seat pads batches
         self.max_masks = max_masks
-        self.masks: Tensor | None = None
+        self.masks: MaskTable | None = None
         self.bias: Tensor | None = None  # float32, added
         self.prompt: Tensor | None = None  # bool, is in the prompt
         self.counts: Tensor | None = None  # int64, how often it is in the output
@@ -69,12 +69,14 @@ class LogitRules:
     @property
     def mask_shape(self) -> tuple[int, int]:
         assert self.max_masks is not None
-        # The last request's rows may be fewer than a graph reads for it.
-        return (self.number + 1) * self.max_masks + 1, -(-self.vocab // 32)
+        # Those that forbid nothing come first. The last request's may be fewer than a graph reads for it.
+        return (self.number + 2) * self.max_masks, -(-self.vocab // 32)
 
-    def mask_table(self) -> Tensor:
+    def mask_table(self) -> MaskTable:
         if self.masks is None:
-            self.masks = torch.full(self.mask_shape, -1, dtype=torch.int32, device=self.device)
+            words = torch.zeros(self.mask_shape, dtype=torch.int32, device=self.device)
+            shifts = torch.arange(8, dtype=torch.uint8, device=self.device)
+            self.masks = MaskTable(words, torch.arange(self.max_masks or 0, device=self.device), shifts)
         return self.masks
 
     def bias_table(self) -> Tensor:

@@ -154,7 +154,7 @@ class BatchSampler:
 
     @property
     def has_rules(self) -> bool:
-        return self.rules is not None
+        return bool(self.rules)
 
     @property
     def parameters(self) -> SamplingTensors:
