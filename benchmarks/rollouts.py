@@ -3,9 +3,9 @@
 python benchmarks/rollouts.py --json FILE --plot FILE.svg
 
 Each step asks the engine for several rollouts of each prompt, rewards them, and moves the policy by one step of the clipped policy
-gradient (GRPO, https://arxiv.org/abs/2402.03300 §4.1, without the reference model), on the log-probabilities that came with the tokens. Then
-it pushes the new weights into the engine. The reward can be verified: the share of a text's characters that are of one class, lower-case
-letters by default. Without a reference model nothing keeps the text sensible, nor the drafts good: that is what is looked at.
+gradient (GRPO, https://arxiv.org/abs/2402.03300 §4.1, without the reference model), on the log-probabilities that came with the tokens.
+Then it pushes the new weights into the engine. The reward can be verified: the share of a text's characters that are of one class,
+lower-case letters by default. Without a reference model nothing keeps the text sensible, nor the drafts good: that is what is looked at.
 
 Two arms have the same policy. The draft layer of `trained` goes on learning beside it, from the same rollouts, towards the policy's own
 distribution; that of `frozen` stays as it was. The same rollouts are computed three times: by each arm with drafts, and without drafts. A
@@ -165,7 +165,8 @@ def shared(name: str) -> str:
 class Measured:
     completions: list[Completion]
     tokens_per_s: float
-    accept_length: float | None
+    accept_length: float | None  # it depends on how deep the engine drafts, which adapts
+    first_accepted: float | None  # share of drafts right after a committed token: it does not
 
 
 def measure(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) -> Measured:
@@ -173,7 +174,16 @@ def measure(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) 
     start = time.perf_counter()
     completions = llm.generate(list(prompts), list(params))
     seconds = time.perf_counter() - start
-    return Measured(completions, sum(len(one.tokens) for one in completions) / seconds, llm.engine.stats.accept_length(before))
+    stats = llm.engine.stats
+    drafts, accepted = (
+        now[0] - then[0]
+        for now, then in (
+            (stats.draft_tokens_per_position, before.draft_tokens_per_position),
+            (stats.accepted_tokens_per_position, before.accepted_tokens_per_position),
+        )
+    )
+    first = accepted / drafts if drafts else None
+    return Measured(completions, sum(len(one.tokens) for one in completions) / seconds, stats.accept_length(before), first)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -210,8 +220,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for arm in ARMS:
             same = sum(one == other for one, other in zip(texts[arm], texts["plain"], strict=True)) / len(prompts)
             ratio = found[arm].tokens_per_s / found["plain"].tokens_per_s
-            length = found[arm].accept_length
-            rows.append({"arm": arm, "step": step, "accept_length": length, "against_plain": round(ratio, 3), "same_text": same})
+            shares = {"accept_length": found[arm].accept_length, "first_accepted": found[arm].first_accepted}
+            rows.append({"arm": arm, "step": step, **shares, "against_plain": round(ratio, 3), "same_text": same})
         rewards = [rollout.reward for rollout in rollouts]
         steps.append({
             "step": step, "reward": sum(rewards) / len(rewards), "logprob_difference": difference,
@@ -237,11 +247,11 @@ def draw(numbers: dict[str, Any], file: str) -> None:
         reward.plot([row["step"] for row in numbers["steps"]], [row["reward"] for row in numbers["steps"]], marker="o", markersize=3)
         for arm in ARMS:
             rows = [row for row in numbers["arms"] if row["arm"] == arm]
-            for axes, column in ((length, "accept_length"), (ratio, "against_plain")):
+            for axes, column in ((length, "first_accepted"), (ratio, "against_plain")):
                 points = [(row["step"], row[column]) for row in rows if row[column] is not None]
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"draft layer {arm}")
         ratio.axhline(1.0, color="grey", linewidth=0.8)
-        for axes, label in ((reward, "reward"), (length, "tokens per verification"), (ratio, "tokens/s, with drafts over without")):
+        for axes, label in ((reward, "reward"), (length, "share of first drafts accepted"), (ratio, "tokens/s, with drafts over without")):
             axes.set(xlabel="step", ylabel=label)
             axes.grid(alpha=0.3)
         length.legend(fontsize=7, frameon=False)
@@ -252,7 +262,7 @@ def show(numbers: dict[str, Any]) -> None:
     table = Table("step", "reward", *(f"{what}, {arm}" for what in ("accepted", "tokens/s") for arm in ARMS), "same text")
     for step in numbers["steps"]:
         rows = {row["arm"]: row for row in numbers["arms"] if row["step"] == step["step"]}
-        lengths = ["–" if rows[arm]["accept_length"] is None else f"{rows[arm]['accept_length']:.2f}" for arm in ARMS]
+        lengths = ["–" if rows[arm]["first_accepted"] is None else f"{rows[arm]['first_accepted']:.2f}" for arm in ARMS]
         ratios = [f"{rows[arm]['against_plain']:.2f} ×" for arm in ARMS]
         same = min(row["same_text"] for row in rows.values())
         table.add_row(str(step["step"]), f"{step['reward']:.3f}", *lengths, *ratios, f"{same:.0%}")

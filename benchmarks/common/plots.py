@@ -39,7 +39,7 @@ RULES = (
     Plot("by_drafts", ("tokens_per_s",), ""),
     Plot("by_shape", ("accept_length",), "nodes", ("",), name=kind),
     Plot("steps", ("reward",), "step"),
-    Plot("arms", ("accept_length",), "step", ("arm",)),
+    Plot("arms", ("first_accepted",), "step", ("arm",)),
     Plot("arms", ("against_plain",), "step", ("arm",)),
     Plot("rows", ("gb_per_s",), "rows", ("weights", "outputs", "inputs"), logarithmic=True),
     Plot("rows", ("ttft_ms", "ttft_p90_ms")),
