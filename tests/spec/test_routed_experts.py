@@ -27,6 +27,8 @@ from tests import selection
 from tests.models.checkpoints import Tiny, deepseek, llama, qwen3_moe
 from tests.models.compressed_checkpoints import deepseek_v4
 from tests.models.hybrids import nemotron_h
+from tests.models.ling import ling
+from tests.models.longcat import longcat
 from tests.models.own_layouts import gpt_oss, mimo_v2
 from tests.models.sparse_checkpoints import glm_dsa
 from tests.runtime.recorders import Again, runner_of
@@ -156,6 +158,8 @@ FAMILIES: dict[str, tuple[Make, SpecConfig]] = {
     "a module for each depth": (mimo_v2, MTP),
     "experts by token, compressed attention": (deepseek_v4, MTP),
     "selected tokens": (glm_dsa, SHAPES["tree"]),
+    "experts that compute nothing, beside a block": (longcat, MTP),
+    "groups of experts": (ling, MTP),
 }
 
 
