@@ -52,10 +52,9 @@ class LLM:
         self.config = fetched(engine_config({"model": model, **options}))
         self.tokenizer = tokenizer_of(self.config.model)
         # Not at the top: it imports torch, and the tokenizer's errors are raised before that.
-        build = import_module("mtpserve.engine.startup.build").build_engine
-        as_chosen = import_module("mtpserve.engine.startup.drafter").as_chosen
-        self.engine: Engine = build(self.config, progress=sys.stderr.isatty())
-        self.config = replace(self.config, spec=as_chosen(self.config.spec, self.engine.card))
+        build = import_module("mtpserve.engine.startup.build")
+        self.engine: Engine = build.build_engine(self.config, progress=sys.stderr.isatty())
+        self.config = replace(self.config, spec=build.as_chosen(self.config.spec, self.engine.card))
         self._ids = itertools.count()
         self._late: list[TokenEvent] = []  # of steps that were read before a call
 
@@ -226,7 +225,7 @@ class LLM:
                 )
                 detokenizer = Detokenizer(self.tokenizer.fast, params, self.engine.card.eos_ids, ids)
                 outputs[request.id] = OfflineRequest(
-                    self.tokenizer, detokenizer, len(ids), params.speculation.trace,
+                    self.tokenizer, detokenizer, len(ids), params,
                     sizes=self.engine.card.experts if params.return_routed_experts else None,
                 )  # fmt: skip
                 while not self._add(request):

@@ -182,9 +182,8 @@ class Engine:
             synchronous_from=0 if self._runner.processors else sampling.first_constrained_token,
         )
         if self.fingerprint is not None and not is_self_check:
-            req.cache.hash_root = root(
-                self.fingerprint + self.adapters.fingerprint(request.lora), request.salt
-            )
+            adapter = self.adapters.fingerprint(request.lora)
+            req.cache.hash_root = root(self.fingerprint + adapter, request.salt)
         req.draft.coupled = self.policy is not None and (sampling.seed is not None or self._seeded)
         req.queue.arrival_time = perf_counter()
         self._limit_drafts(req)
@@ -215,7 +214,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Nothing that was computed before is found by later requests. Those that run go on."""
-        self._scheduler.forget()
+        self._scheduler.prefixes.forget(self._scheduler.running)
         self._publish()
 
     def set_spec(self, change: SpecChange) -> SpecReport:
@@ -227,7 +226,6 @@ class Engine:
         return report(self.policy, self._draft_depth, self.stats)
 
     def renew(self, fingerprint: bytes | None) -> None:
-        """The weights are new."""
         self.fingerprint = fingerprint
         self._scheduler.renew(fingerprint)
         self.set_spec(SpecChange(reset=True))

@@ -246,18 +246,11 @@ class Scheduler:
         req.cache.blocks = []
         self.admission.release(req)
 
-    def forget(self) -> None:
-        """Empty the prefix cache."""
-        self.prefixes.forget(self.running)
-
     def renew(self, fingerprint: bytes | None) -> None:
-        """All KV is void, and what is computed from now on depends on another fingerprint. Requests that run
-        are computed again."""
+        """All KV is void. Requests that run are computed again."""
         while self.running:
             self._preempt_last(trusted=False)
-        self.forget()
-        for req in self.live.values():
-            self.prefixes.rekey(req, fingerprint, self.admission.adapters.fingerprint(req.request.lora))
+        self.prefixes.renew(self.live.values(), fingerprint, self.admission.adapters.fingerprint)
 
     # ---------------------------------------------------------------------------------------------- commit
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpserve.core.arch.model import Features, ModelArch
 from mtpserve.core.batch import Hidden
 from mtpserve.core.protocols.attention import Context
 from mtpserve.core.protocols.linear import LinearMethod
-from mtpserve.layers.embedding import Embedding, TiedHead, VocabularyHead, capped
+from mtpserve.layers.embedding import Embedding, TiedHead, VocabularyHead, capped, head_of_tokens
 from mtpserve.layers.fusion import Fusion, StreamFusion
 from mtpserve.layers.kernels import Kernels, Residual, RunFusedLayer, RunLayers
 from mtpserve.layers.moe import TokenMoE
@@ -218,8 +218,7 @@ class DecoderModel(nn.Module):
         self.mtp_head: nn.Module | None = None  # the checkpoint's own MTP layers, see layers/mtp_modules
         self.draft: nn.Module | None = None  # a draft model of another kind, see heads/
         self.kernels = kernels
-        # copies of the head's rows of these tokens
-        self.subset_heads: list[tuple[Tensor, VocabularyHead]] = []
+        self.subset_heads: list[tuple[nn.Module, Callable[[], nn.Module]]] = []  # see logits_of
         self.run_layers: RunLayers
 
     def finish_loading(self) -> None:
@@ -243,16 +242,8 @@ class DecoderModel(nn.Module):
     def logits_of(self, tokens: Tensor) -> HeadProduct:
         """Returns the product for drafting: `logits` of these tokens [n] alone, [rows, hidden] → [rows, n]
         float32, by a copy of the head's rows."""
-        head = self.subset_head(tokens)
-        self.subset_heads.append((tokens, head))
+        method, dtype = self.methods.draft_head or self.methods.head, self.norm.weight.dtype
+        make = partial(head_of_tokens, self.head, tokens, self.arch.hidden, dtype, method)
+        head = make()
+        self.subset_heads.append((head, make))
         return lambda hidden: capped(head(hidden, torch.float32), self.arch.logit_cap)
-
-    def subset_head(self, tokens: Tensor) -> VocabularyHead:
-        subset_head = VocabularyHead(
-            self.arch.hidden, len(tokens), self.methods.draft_head or self.methods.head, self.kernels.ranks
-        )
-        shard, rows = subset_head.vocabulary, self.head.rows(tokens).to(self.norm.weight.dtype)
-        mine = rows[shard.first : shard.first + shard.rows]
-        subset_head.weight = nn.Parameter(F.pad(mine, (0, 0, 0, shard.rows - len(mine))), requires_grad=False)
-        subset_head.finish_loading()
-        return subset_head

@@ -125,3 +125,15 @@ class TiedHead(nn.Module):
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return self.vocabulary.side_by_side(self.method.apply(self.borrowed[0], x, dtype))
+
+
+def head_of_tokens(
+    head: VocabularyHead | TiedHead, tokens: Tensor, hidden: int, dtype: torch.dtype, method: LinearMethod
+) -> VocabularyHead:
+    """A head of these tokens [n] alone, with a copy of the rows of `head`."""
+    subset_head = VocabularyHead(hidden, len(tokens), method, head.vocabulary.ranks)
+    shard, rows = subset_head.vocabulary, head.rows(tokens).to(dtype)
+    mine = rows[shard.first : shard.first + shard.rows]
+    subset_head.weight = nn.Parameter(F.pad(mine, (0, 0, 0, shard.rows - len(mine))), requires_grad=False)
+    subset_head.finish_loading()
+    return subset_head

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
 from mtpserve.core.request import Finish, Proposal, TokenEvent, TokenLogprob
+from mtpserve.core.sampling import SamplingParams
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.experts import TokenExperts
 from mtpserve.text.tokenizer import Tokenizer
@@ -77,7 +78,7 @@ class OfflineRequest:
     tokenizer: Tokenizer
     detokenizer: Detokenizer
     prompt_tokens: int
-    traced: bool = False
+    params: SamplingParams
     steps: list[StreamStep] = field(default_factory=list)
     sizes: tuple[int, int, int] | None = None  # of the experts of a token, where the request wants them
     experts: TokenExperts = field(default_factory=TokenExperts)
@@ -122,7 +123,7 @@ class OfflineRequest:
             error=last.error,
             logprobs=joined(step.logprobs for step in self.steps),
             prompt_logprobs=joined(step.prompt_logprobs for step in self.steps),
-            trace=[step.proposal for step in self.steps if step.tokens] if self.traced else [],
+            trace=[step.proposal for step in self.steps if step.tokens and self.params.speculation.trace],
             routed_experts=None if self.sizes is None else self.routed_experts(self.sizes, len(tokens)),
         )
 

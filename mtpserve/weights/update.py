@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -241,11 +241,11 @@ class ServingWeights:
         region = region_of(self._whole, self._parameters[target], target, rule.how, groups)
         if region is None or isinstance(rule.how, Arranged) or self._ranks.size > 1:
             raise LoadError(f"{name}: the model has it in parts, or in another order, and does not say it")
-        copy, kept = (
+        copy, stored = (
             rule.how if isinstance(rule.how, Copy) else COPY,
             self._rows_of(name, target, region, rows),
         )
-        values: list[Any] = ((kept.float() - copy.plus) / copy.times).tolist()
+        values: list[Any] = ((stored.float() - copy.plus) / copy.times).tolist()
         return values
 
     def _rows_of(self, name: str, target: str, region: Region, rows: int) -> Tensor:
@@ -292,8 +292,8 @@ class ServingWeights:
                 put(placement, self._shards[placement.target], renewal.targets, check_finite=False)
             renewal.finish()
         for module in self._live.modules():
-            for tokens, head in getattr(module, "subset_heads", ()):
-                overwrite(head, cast(Any, module).subset_head(tokens), set())
+            for head, make in getattr(module, "subset_heads", ()):
+                overwrite(head, make(), set())
         self.waiting = NamedTensors({name: tensor.cpu().clone() for name, tensor in staged.waiting.items()})
 
 

@@ -164,7 +164,7 @@ def test_a_head_for_frequent_tokens_is_a_copy(tmp_path: Path) -> None:
 
 def heads(engine: Engine) -> list[nn.Module]:
     model: Any = model_of(engine)
-    return [head for _, head in model.subset_heads]
+    return [head for head, _ in model.subset_heads]
 
 
 @pytest.fixture(scope="module")

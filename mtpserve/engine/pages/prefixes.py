@@ -8,13 +8,14 @@ waiting for: `columns` says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 
 from msgspec.structs import replace
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key, extend, root
 from mtpserve.core.plan import SpanPlan
+from mtpserve.core.protocols.adapters import LoRARequest
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.request import Finish
 from mtpserve.core.state.request_state import RequestState
@@ -46,13 +47,6 @@ class Prefixes:
         """A request arrives."""
         self._extend(req, req.prefill_end)
         self._waits_for_transfer(req, self._usable(req))  # they come while it waits for a seat
-
-    def rekey(self, req: RequestState, fingerprint: bytes | None, of_adapter: bytes) -> None:
-        """A waiting request finds and leaves pages with this fingerprint alone, and with its adapter's."""
-        if req.cache.hash_root is not None and fingerprint is not None:
-            req.cache.hash_root = root(fingerprint + of_adapter, req.request.salt)
-            req.cache.block_hashes, req.cache.num_matched_blocks = [], 0
-            self._extend(req, req.prefill_end)
 
     def columns(self, req: RequestState) -> int | None:
         """Columns of a waiting request that are in the cache. None: it finds more in a few steps, or once
@@ -246,6 +240,21 @@ class Prefixes:
             self._observer.cleared()
         for req in running:
             req.cache.num_hashed_blocks = req.cache.num_verified_blocks = 0
+
+    def renew(
+        self,
+        waiting: Iterable[RequestState],
+        fingerprint: bytes | None,
+        of_adapter: Callable[[LoRARequest | None], bytes],
+    ) -> None:
+        """Empty the cache. Requests find and leave pages with another fingerprint from now on, and with their
+        adapter's."""
+        self.forget([])
+        for req in waiting:
+            if req.cache.hash_root is not None and fingerprint is not None:
+                req.cache.hash_root = root(fingerprint + of_adapter(req.request.lora), req.request.salt)
+                req.cache.block_hashes, req.cache.num_matched_blocks = [], 0
+                self.add(req)
 
     def _evicted(self, group: int, page: int, key: Key) -> None:
         if self._kv_connector is not None:

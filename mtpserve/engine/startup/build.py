@@ -24,7 +24,7 @@ from mtpserve.engine.parallel.spread import meet, ticks_of
 from mtpserve.engine.process.controls import Controls
 from mtpserve.engine.startup.assemble import EngineOptions, EngineSizes, assemble, computing
 from mtpserve.engine.startup.compute import backend_of, described, kernels_of
-from mtpserve.engine.startup.drafter import plan_engine
+from mtpserve.engine.startup.drafter import as_chosen as as_chosen, plan_engine
 from mtpserve.engine.startup.fingerprint import facts, fingerprint
 from mtpserve.engine.startup.planning import (
     Plan,

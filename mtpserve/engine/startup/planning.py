@@ -359,6 +359,14 @@ def sources(described: Described) -> list[WeightSource]:
     return [WeightSource(described.checkpoint, rules), *also]
 
 
+NAME_PREFIXES = ("", "draft:")  # of the sources' tensors, in updates of weights
+
+
+def open_as(described: Described, directory: Path) -> Checkpoint:
+    """Reads the headers of another checkpoint of this model. Raises LoadError."""
+    return with_mtp_layers(Checkpoint.open(directory), described.arch.num_layers)[0]
+
+
 def load_model(
     described: Described,
     dtype: torch.dtype,

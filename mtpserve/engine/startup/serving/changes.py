@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -15,15 +14,21 @@ from mtpserve.core.protocols.parallel import ALONE, PlannedRank, Ranks
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.process.controls import Controls
 from mtpserve.engine.startup.assemble import EngineOptions
-from mtpserve.engine.startup.planning import Plan, build_model, empty_model, positions, sources
+from mtpserve.engine.startup.planning import (
+    NAME_PREFIXES,
+    Plan,
+    build_model,
+    empty_model,
+    open_as,
+    positions,
+    sources,
+)
 from mtpserve.engine.updates.adapter_updates import AdapterUpdates
 from mtpserve.engine.updates.rank_weights import RankWeights
 from mtpserve.engine.updates.weight_updates import WeightUpdates
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.devices.lora import has_adapters
 from mtpserve.runtime.lora.device_adapters import DeviceAdapters
-from mtpserve.weights.checkpoint.checkpoint import Checkpoint
-from mtpserve.weights.checkpoint.layouts import with_mtp_layers
 from mtpserve.weights.shards import shards_of
 from mtpserve.weights.update import ServingWeights
 
@@ -62,18 +67,14 @@ def rank_weights(controls: Controls, engine_plan: Plan, model: DecoderModel) -> 
             blueprint,
             whole,
             sources(described),
-            prefixes=("", "draft:")[: len(described.checkpoints)],
+            prefixes=NAME_PREFIXES[: len(described.checkpoints)],
             ranks=kernels.ranks,
             packs_in_place=kernels.packs_in_place,
         )
 
     config = engine_plan.config
     number = config.replica * config.parallel.ranks + config.rank
-
-    def open_directory(path: Path) -> Checkpoint:
-        return with_mtp_layers(Checkpoint.open(path), described.arch.num_layers)[0]
-
-    return RankWeights(controls, make, open_directory, engine_plan.device, number)
+    return RankWeights(controls, make, partial(open_as, described), engine_plan.device, number)
 
 
 def take_changes(engine: Engine, engine_plan: Plan, model: DecoderModel, options: EngineOptions) -> None:
