@@ -9,26 +9,25 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from mtpserve.config import SECTIONS, EngineConfig
 from mtpserve.config.options import check
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, RequestFailed
 from mtpserve.core.protocols.adapters import LoRARequest
-from mtpserve.core.protocols.control import Call, Reply
+from mtpserve.core.protocols.control import MEMORY_TAGS, Call, Reply, Sleep, WakeUp
 from mtpserve.core.request import Finish, Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.text.detokenizer import Detokenizer
-from mtpserve.text.messages import Message, conversations_of, for_template
+from mtpserve.text.messages import Message, chat_prompts
 from mtpserve.text.outputs import Completion, OfflineRequest, StreamStep
-from mtpserve.text.requests import request_of, spelling_of
+from mtpserve.text.requests import Prompt, request_from
 from mtpserve.text.tokenizer import tokenizer_of
 from mtpserve.weights.checkpoint.hub import fetched
 
 if TYPE_CHECKING:
     from mtpserve.engine.engine import Engine
 
-Prompt = str | Sequence[int]
+T = TypeVar("T")
 SamplingList = SamplingParams | Sequence[SamplingParams] | None
 LoRAList = LoRARequest | Sequence[LoRARequest | None] | None
 # Methods of vLLM's LLM that do not exist here, with the reason.
@@ -37,7 +36,6 @@ REFUSED = {
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), VECTORS),
     "beam_search": "there is no beam search: sample with several seeds, and compare logprobs",
     **dict.fromkeys(("collective_rpc", "apply_model"), "the engine runs no functions of the caller"),
-    **dict.fromkeys(("sleep", "wake_up"), "use close(), which frees the memory, and create the LLM again"),
 }
 
 
@@ -49,14 +47,15 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
-        self.config = fetched(engine_config({"model": model, **options}))
+        self.config = fetched(check_alone(engine_config({"model": model, **options})))
         self.tokenizer = tokenizer_of(self.config.model)
         # Not at the top: it imports torch, and the tokenizer's errors are raised before that.
         build = import_module("mtpserve.engine.startup.build")
         self.engine: Engine = build.build_engine(self.config, progress=sys.stderr.isatty())
         self.config = replace(self.config, spec=build.as_chosen(self.config.spec, self.engine.card))
         self._ids = itertools.count()
-        self._late: list[TokenEvent] = []  # of steps that were read before a call
+        # of steps that were read before a call, with the version of the weights until then
+        self._late: list[tuple[str, TokenEvent]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +82,25 @@ class LLM:
             self.control, named_tensors, weight_version
         )
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives memory back: the KV cache is dropped. Level 1 moves the weights of a GPU to host memory;
+        level 2 drops weights. Nothing is generated until `wake_up`. Raises InvalidRequest, and EngineBusy
+        while streams are open."""
+        if level not in (1, 2):
+            raise InvalidRequest(f"level must be 1 or 2, got {level!r}", "level")
+        stats = self.engine.stats
+        if stats.running or stats.waiting:
+            raise EngineBusy("streams are open: read them to their ends or close them, then sleep")
+        self.control(Sleep(list(MEMORY_TAGS), drops_weights=level == 2))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Takes the memory of some tags, weights and kv_cache, or of all again. Weights that were dropped are
+        loaded as at the start. Raises InvalidRequest."""
+        self.control(WakeUp(None if tags is None else list(tags)))
+
+    def is_sleeping(self) -> bool:
+        return self.engine.stats.sleeping > 0
+
     @property
     def weight_version(self) -> str:
         return self.engine.weight_version
@@ -90,7 +108,7 @@ class LLM:
     def control(self, call: Call) -> Reply:
         """Has the engine do what an operator's call says, with no step in flight. Raises InvalidRequest and
         RequestFailed."""
-        self._late += self.engine.settle()
+        self._late += self._with_version(self.engine.settle())
         return self.engine.controls.take(call).check()
 
     def sampling(self, **values: Any) -> SamplingParams:
@@ -114,9 +132,7 @@ class LLM:
         Without `sampling`, the model's recommended parameters, up to the context length. Raises
         InvalidRequest if any prompt is invalid.
         """
-        if sampling is not None and sampling_params is not None:
-            raise InvalidRequest("give sampling or sampling_params, not both", "sampling_params")
-        sampling = sampling_params if sampling is None else sampling
+        sampling = sampling_of(sampling, sampling_params)
         prompt_list = listed(prompts)
         params = (
             [sampling or self.sampling()] * len(prompt_list)
@@ -164,29 +180,14 @@ class LLM:
         like {"enable_thinking": False}. Raises InvalidRequest without a chat template, and for messages that
         are not text.
         """
-        if continue_final_message and add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message needs add_generation_prompt=False", "continue_final_message"
-            )
-        if not self.tokenizer.has_chat_template:
-            raise InvalidRequest("this model has no chat template: use LLM.generate", "messages")
-        if tools and not self.tokenizer.template_mentions("tools"):
-            raise InvalidRequest(
-                "tools: the model's chat template has no place for them; describe them in a system message",
-                "tools",
-            )
-        prompts = [
-            self.tokenizer.encode_chat(
-                self.tokenizer.render_chat(
-                    for_template(conversation),
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=[dict(tool) for tool in tools] if tools else None,
-                    variables=chat_template_kwargs,
-                )
-            )
-            for conversation in conversations_of(messages)
-        ]
+        prompts = chat_prompts(
+            self.tokenizer,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
         return self.generate(prompts, sampling_params, progress, lora_request=lora_request)
 
     def __getattr__(self, name: str) -> Any:
@@ -217,17 +218,12 @@ class LLM:
         order."""
         live: set[str] = set()
         engine = self.engine  # an iterator that is not closed may outlive `close`
+        if self.is_sleeping():
+            raise EngineBusy("the engine sleeps: call wake_up() first")
         try:
             for prompt, params, lora in zip(prompts, sampling, loras, strict=True):
-                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                request = request_of(
-                    spelling_of(self.tokenizer, params), f"offline-{next(self._ids)}", ids, params, lora=lora
-                )
-                detokenizer = Detokenizer(self.tokenizer.fast, params, self.engine.card.eos_ids, ids)
-                outputs[request.id] = OfflineRequest(
-                    self.tokenizer, detokenizer, len(ids), params,
-                    sizes=self.engine.card.experts if params.return_routed_experts else None,
-                )  # fmt: skip
+                request = request_from(self.tokenizer, prompt, params, f"offline-{next(self._ids)}", lora)
+                outputs[request.id] = OfflineRequest.of(self.tokenizer, request, engine.card)
                 while not self._add(request):
                     yield from self._step(outputs, live)
                 live.add(request.id)
@@ -248,16 +244,26 @@ class LLM:
         return True
 
     def _step(self, outputs: dict[str, OfflineRequest], live: set[str]) -> Iterator[tuple[str, StreamStep]]:
-        events, self._late = self._late, []
-        for event in [*events, *self.engine.step()]:
+        late, self._late = self._late, []
+        for version, event in late + self._with_version(self.engine.step()):
             if event.id not in live:  # ended by a stop string, or by the caller
                 continue
-            step = outputs[event.id].take(event)
+            step = outputs[event.id].take(event, version)
             if step.finish is not None:
                 live.remove(event.id)
                 if event.finish is None:
                     self.engine.abort(event.id)
             yield event.id, step
+
+    def _with_version(self, events: Sequence[TokenEvent]) -> list[tuple[str, TokenEvent]]:
+        return [(self.engine.weight_version, event) for event in events]
+
+
+def sampling_of(sampling: T, sampling_params: T) -> T:
+    """Returns the one that is not None. Raises InvalidRequest where both are there."""
+    if sampling is not None and sampling_params is not None:
+        raise InvalidRequest("give sampling or sampling_params, not both", "sampling_params")
+    return sampling_params if sampling is None else sampling
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -286,12 +292,12 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         if field_name in values[section]:
             raise ConfigError(f"{field_name} is given twice, also as {name!r}")
         values[section][field_name] = value
-    result = EngineConfig(**{section: config(**values[section]) for section, config in sections.items()})
+    return EngineConfig(**{section: config(**values[section]) for section, config in sections.items()})
+
+
+def check_alone(config: EngineConfig) -> EngineConfig:
+    """Returns the configuration. Raises ConfigError for options of several engines and their processes."""
     for name, alone in (("data_parallel_size", 1), ("engine_restarts", None), ("engine_timeout", 20.0)):
-        check(
-            getattr(result.parallel, name) == alone,
-            name,
-            getattr(result.parallel, name),
-            "left out: one engine computes in this process",
-        )
-    return result
+        value = getattr(config.parallel, name)
+        check(value == alone, name, value, "left out: one engine computes in this process; see AsyncLLM")
+    return config

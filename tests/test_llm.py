@@ -14,7 +14,8 @@ from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, RequestFailed
 from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.llm import LLM, Prompt, engine_config
+from mtpserve.llm import LLM, engine_config
+from mtpserve.text.requests import Prompt
 from tests.server.fake_engine import FIRST_TOKEN, FakeEngine
 from tests.text import tiny
 

@@ -101,7 +101,7 @@ def test_a_model_without_a_template_or_with_one_without_tools(tmp_path: Path, ll
     with pytest.raises(InvalidRequest, match="tools: the model's chat template has no place for them"):
         llm.chat([USER], SAMPLING, tools=[TOOL])
     monkeypatch.setattr(llm.tokenizer._tokenizer, "chat_template", None)
-    with pytest.raises(InvalidRequest, match=r"^this model has no chat template: use LLM.generate$"):
+    with pytest.raises(InvalidRequest, match=r"^this model has no chat template: use generate$"):
         llm.chat([USER], SAMPLING)
 
 

@@ -45,14 +45,17 @@ class States:
         )
         self.computed = torch.zeros(seats, device=device, dtype=torch.int64)
         if poison:
-            for tensor in (self.state, self.before, self.ring, self.ring_gates):
+            for tensor in self.tensors:
                 tensor.fill_(torch.nan)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Returns those with the states of requests, and of their last rows."""
+        return [self.state, self.before, self.ring, self.ring_gates]
+
+    @property
     def nbytes(self) -> int:
-        return sum(
-            tensor.nbytes for tensor in (self.state, self.before, self.ring, self.ring_gates, self.computed)
-        )
+        return sum(tensor.nbytes for tensor in (*self.tensors, self.computed))
 
     def layer(self, number: int) -> LayerState:
         return LayerState(self.state[number], self.before[number], self.ring[number], self.ring_gates[number])

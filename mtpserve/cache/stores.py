@@ -118,6 +118,10 @@ class Stores:
         return sum(pool.nbytes for group in self.groups for pool in self.pools_of(group))
 
     @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for store in self.stores for _, pool in store.pools for tensor in pool.parts]
+
+    @property
     def groups(self) -> list[int]:
         return sorted({group for store in self.stores for group, _ in store.pools})
 

@@ -34,6 +34,7 @@ FLAGS = {  # names of one reason with blanks between them
     "enable-cache-report enable-prompt-tokens-details": "cached tokens are counted anyway",
     "disable-log-requests": "requests are logged with --log-requests only",
     "disable-frontend-multiprocessing": "one process answers HTTP",
+    "enable-memory-saver enable-sleep-mode": "memory can always be given back, see /sleep",
     "enable-torch-compile disable-cuda-graph-padding enable-piecewise-cuda-graph "
     "disable-piecewise-cuda-graph": GRAPHS,
     "skip-server-warmup": "a few tokens are always computed first, to refuse damaged weights",

@@ -36,7 +36,6 @@ ADVICE = {  # names of one advice with blanks between them
     f"computed as the model is: {LEAVE}",
     "max-cpu-loras max-loaded-loras lora-eviction-policy enable-lora-overlap-loading": f"all loaded adapters "
     f"are in host memory, and the least recently used one leaves the device: {LEAVE}",
-    "enable-memory-saver enable-sleep-mode": f"memory is kept until the server ends: {LEAVE}",
     "enable-metrics-for-all-schedulers": "use --metrics-compat vllm, which has the label engine",
     "enable-mtp": "use --speculative-algorithm MTP",
     "h11-max-incomplete-event-size h11-max-header-count": "use --max-request-bytes",

@@ -110,6 +110,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     # with `finish`: its prompt's pages, where the request wants them kept for another node
     offer: PageOffer | None = None
     routed_experts: tuple[int, list[bytes]] | None = None  # of a token and the next ones: see SpanResult
+    weight_version: str = ""  # with the first tokens, and with those after it has changed
 
 
 @dataclass(frozen=True, slots=True)

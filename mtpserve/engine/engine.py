@@ -32,7 +32,7 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import root
 from mtpserve.config import SchedulerConfig
 from mtpserve.config.drafters import MTP
-from mtpserve.core.errors import ConfigError, InvalidRequest, QueueFull
+from mtpserve.core.errors import ConfigError, QueueFull
 from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.protocols.runner import Launched, ModelRunner
 from mtpserve.core.request import ModelCard, Request, TokenEvent
@@ -46,7 +46,7 @@ from mtpserve.engine.depth.policy import DepthPolicy, report
 from mtpserve.engine.depth.step_shapes import passes_of
 from mtpserve.engine.depth.watchdog import Watchdog
 from mtpserve.engine.faults import require_device
-from mtpserve.engine.grammars import PreparedGrammars
+from mtpserve.engine.grammars import NoGrammars, PreparedGrammars
 from mtpserve.engine.integrity import check_integrity
 from mtpserve.engine.pages.kv_connector import KVConnector
 from mtpserve.engine.parallel.ticks import Ticks
@@ -96,7 +96,7 @@ class Engine:
             capacity=capacity, kernels=kernels,
         )  # fmt: skip
         self.policy = DepthPolicy(sizes, draft_depth, captured, apart) if adaptive and draft_depth else None
-        self._grammars, self._runner, self._draft_depth = grammars, runner, draft_depth
+        self._grammars, self.runner, self._draft_depth = grammars or NoGrammars(), runner, draft_depth
         self._max_queued, self._policy = queued, config.scheduling_policy
         self._seeded = config.random_seed is not None
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
@@ -119,12 +119,9 @@ class Engine:
         self._stats = new_stats(sizes.depth, pages.total, drafter)
 
     @property
-    def runner(self) -> ModelRunner:
-        return self._runner
-
-    @property
     def has_work(self) -> bool:
-        return bool(self._scheduler.live or self._in_flight or self._scheduler.moving)
+        work = self._scheduler.live or self._in_flight or self._scheduler.moving
+        return bool(work) and not (self._stats.paused or self._stats.sleeping)
 
     @property
     def changes_idle(self) -> bool:
@@ -179,7 +176,7 @@ class Engine:
             request.prompt + request.prior_output_ids,
             self.context_length if sampling.max_tokens is None else prompt_len + sampling.max_tokens,
             request.num_scored_prompt_tokens,
-            synchronous_from=0 if self._runner.processors else sampling.first_constrained_token,
+            synchronous_from=0 if self.runner.processors else sampling.first_constrained_token,
         )
         if self.fingerprint is not None and not is_self_check:
             adapter = self.adapters.fingerprint(request.lora)
@@ -190,7 +187,7 @@ class Engine:
         scheduler.add(req)
 
     def _limit_drafts(self, req: RequestState) -> None:
-        sizes, plain, max_depth = self._runner.sizes, req.request.plain, req.request.max_depth
+        sizes, plain, max_depth = self.runner.sizes, req.request.plain, req.request.max_depth
         draft_depth = self._draft_depth if max_depth is None else min(self._draft_depth, max_depth)
         req.num_write_ahead = sizes.num_write_ahead(plain)
         req.num_lookahead_tokens = sizes.num_lookahead_tokens(self._overlap, plain)
@@ -200,17 +197,16 @@ class Engine:
     def compile(self, spec: GrammarSpec | None) -> None:
         """Keeps the result for the runner. May take seconds, and may run in another thread beside `step`.
         Raises InvalidRequest, EngineBusy."""
-        if spec is None:
-            return
-        if self._grammars is None:
-            raise InvalidRequest(
-                f"{spec.kind} needs a tokenizer, and this engine was started without one", spec.kind
-            )
-        self._grammars.prepare(spec)
+        if spec is not None:
+            self._grammars.prepare(spec)
 
     def abort(self, request_id: str) -> None:
         """End a request without an event; its pages and seat are free at once. Unknown ids are ignored."""
         self._scheduler.abort(request_id)
+
+    def retract(self) -> None:
+        """Requests that run give their pages back, and wait. No step is in flight."""
+        self._scheduler.retract()
 
     def reset_prefix_cache(self) -> None:
         """Nothing that was computed before is found by later requests. Those that run go on."""
@@ -236,16 +232,15 @@ class Engine:
         """From now on all requests are drafted for in this shape. Only while nothing runs; raises ConfigError
         for more than was built."""
         assert not self.has_work
-        self._runner.reshape(shape)
-        self._scheduler.max_deferred_tokens = self._runner.sizes.max_deferred_tokens
-        # it is not limited any more
+        self.runner.reshape(shape)
+        self._scheduler.max_deferred_tokens = self.runner.sizes.max_deferred_tokens
         self._draft_depth, self.policy, self.watchdog = shape.steps, None, Watchdog()
-        self._stats = new_stats(self._runner.sizes.depth, self._pages.total, self._drafter)
+        self._stats = new_stats(self.runner.sizes.depth, self._pages.total, self._drafter)
         self.reset_prefix_cache()  # plain decoding keeps nothing of a draft model
 
     def close(self) -> None:
         """Nothing is called any more."""
-        self._runner.close()
+        self.runner.close()
         if self._observer is not None:
             self._observer.close()
         if self._kv_connector is not None:
@@ -287,7 +282,7 @@ class Engine:
         if self._observer is not None:
             self._observer.cleared()
             self._publish()
-        self._stats = new_stats(self._runner.sizes.depth, self._pages.total, self._drafter)
+        self._stats = new_stats(self.runner.sizes.depth, self._pages.total, self._drafter)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless pages, rows and queues agree."""
@@ -295,7 +290,7 @@ class Engine:
 
     def check_alive(self) -> None:
         """Raises EngineDead where a process that computes a part of the model has ended."""
-        self._runner.check()
+        self.runner.check()
 
     def _observed(self, events: Seq[RequestEvent], step: ScheduledStep | None = None) -> list[TokenEvent]:
         """Counts one step's events, before another step is booked, so that no request seems to end earlier.
@@ -320,7 +315,7 @@ class Engine:
     def _launch(self, step: ScheduledStep, began: float) -> list[TokenEvent]:
         self._stats.steps_total += bool(step.reqs)
         try:
-            self._in_flight.append((step, self._runner.launch(step.plan), began))
+            self._in_flight.append((step, self.runner.launch(step.plan), began))
         except Exception as error:
             return self._fail(step.reqs, error)
         return []

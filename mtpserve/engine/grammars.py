@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import cast
 
+from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.protocols.grammars import Grammar, GrammarCompiler
 from mtpserve.core.sampling import GrammarSpec
 
@@ -42,6 +43,15 @@ class PreparedGrammars:
                     del self._ready[index]
                     return grammar
         return self._compiler.compile(spec)
+
+
+class NoGrammars:
+    """Refuses all grammars: the engine has no tokenizer."""
+
+    def prepare(self, spec: GrammarSpec) -> None:
+        raise InvalidRequest(
+            f"{spec.kind} needs a tokenizer, and this engine was started without one", spec.kind
+        )
 
 
 class LazyGrammars:

@@ -31,9 +31,7 @@ class SchedulingPolicy:
     """How requests share what a step computes. The defaults set no limits."""
 
     longest_prefix: bool = False  # the policy lpm
-    long_prompt_tokens: int | None = (
-        None  # with more tokens than this to compute a prompt is long; None: none is
-    )
+    long_prompt_tokens: int | None = None  # a prompt is long with more to compute; None: none is
     long_chunk_tokens: int = 1 << 30  # that each long prompt gets in a step at most, while others live
     max_long_prompts: int = 1  # long prompts that get rows in one step
     # share of the tokens that running requests may still produce for which admission leaves pages

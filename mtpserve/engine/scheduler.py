@@ -176,11 +176,8 @@ class Scheduler:
                 continue
             spans.append((req, span))
             token_budget -= span.num_rows
-        self._decode_order = (
-            {request_id: turn for turn, request_id in enumerate(late + [req.id for req, _ in spans])}
-            if late
-            else {}
-        )
+        turns = late + [req.id for req, _ in spans] if late else []
+        self._decode_order = {request_id: turn for turn, request_id in enumerate(turns)}
         return spans, token_budget
 
     # ----------------------------------------------------------------------------------------------- pages
@@ -246,10 +243,14 @@ class Scheduler:
         req.cache.blocks = []
         self.admission.release(req)
 
+    def retract(self, trusted: bool = True) -> None:
+        """Requests that run wait, and are computed again. No step is in flight. `trusted`: as in `leave`."""
+        while self.running:
+            self._preempt_last(trusted)
+
     def renew(self, fingerprint: bytes | None) -> None:
         """All KV is void. Requests that run are computed again."""
-        while self.running:
-            self._preempt_last(trusted=False)
+        self.retract(trusted=False)
         self.prefixes.renew(self.live.values(), fingerprint, self.admission.adapters.fingerprint)
 
     # ---------------------------------------------------------------------------------------------- commit

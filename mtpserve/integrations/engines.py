@@ -14,10 +14,11 @@ from fastapi import FastAPI
 
 from mtpserve.cli.options import Settings, Values, from_tree, settings
 from mtpserve.core.errors import ConfigError
+from mtpserve.engine.process.engines import engines_of, meetings_of
 from mtpserve.engine.process.process import DEFAULT_FACTORY
 from mtpserve.engine.process.replicas import Replicas
 from mtpserve.server.app import create_app
-from mtpserve.server.launch import engines_of, load_tokenizer, meetings_of
+from mtpserve.server.launch import load_tokenizer
 from mtpserve.text.tokenizer import Tokenizer
 from mtpserve.weights.checkpoint.hub import fetched
 
@@ -57,7 +58,10 @@ class Engines:
         """What comes from the hub is downloaded first. Raises MTPServeError, and leaves no process then."""
         engine = await asyncio.to_thread(fetched, config.engine)
         meetings = meetings_of(engine)
-        client = engines_of(engine, config.server, meetings, factory)
+        server = config.server
+        client = engines_of(
+            engine, meetings, factory, log_level=server.log_level, log_format=server.log_format
+        )
         try:
             _, tokenizer = await asyncio.gather(
                 client.start(), asyncio.to_thread(load_tokenizer, engine.model)

@@ -34,10 +34,8 @@ def arch(
 ) -> ModelArch:  # fmt: skip
     """`positions`, `eps`, `rotated`: of configs that do not say. `trunk`: the kinds of its layers. An MTP
     layer never has a window."""
-    heads, hidden = (
-        config.get_int("num_attention_heads", at_least=1),
-        config.get_int("hidden_size", at_least=1),
-    )
+    heads = config.get_int("num_attention_heads", at_least=1)
+    hidden = config.get_int("hidden_size", at_least=1)
     kv_heads = config.get_int("num_key_value_heads", heads, at_least=1)
     config.require(
         heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads = {heads}"
@@ -80,10 +78,8 @@ def arch(
 def windowed(config: HFConfig, kv: KVLayout) -> Sequence[LayerKind]:
     """Returns the layers' kinds. With `use_sliding_window`, layers from `max_window_layers` on see
     `sliding_window` positions, or those that `layer_types` names."""
-    layers, sliding = (
-        config.get_int("num_hidden_layers", at_least=1),
-        config.get_bool("use_sliding_window", False),
-    )
+    layers = config.get_int("num_hidden_layers", at_least=1)
+    sliding = config.get_bool("use_sliding_window", False)
     # As in transformers null says that there is no window, and the key's absence 4096.
     absent = None if "sliding_window" in config.values else 4096
     window = config.get_int("sliding_window", absent, at_least=1) if sliding else None

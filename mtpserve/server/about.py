@@ -125,6 +125,8 @@ class InternalState(Rendered):
     max_total_num_tokens: int
     running: int
     waiting: int
+    paused: int  # engines that compute nothing until /continue_generation
+    sleeping: int  # engines that have given memory back
     pages_used: int
     pages_cached: int
     pages_total: int

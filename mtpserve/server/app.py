@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.protocols.clients import EngineClient
-from mtpserve.server import about
+from mtpserve.server import about, pauses
 from mtpserve.server.anthropic.messages import CountedTokens, MessageObject, count_tokens, messages
 from mtpserve.server.chat.formats import formats_of
 from mtpserve.server.chat.service import Served, Service
@@ -141,6 +141,21 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("POST", ("/v1/unload_lora_adapter",), unload_lora, PlainTextResponse),
     ("POST", ("/load_lora_adapter",), load_lora_adapter, (LoadedAdapters,)),  # SGLang's
     ("POST", ("/unload_lora_adapter",), unload_lora_adapter, (LoadedAdapters,)),
+    ("POST", ("/pause_generation",), pauses.pause_generation, (pauses.Acknowledged,)),  # SGLang's
+    ("POST", ("/continue_generation",), pauses.continue_generation, (pauses.Acknowledged,)),
+    ("POST", ("/pause",), pauses.pause_vllm, (pauses.PauseState,)),  # vLLM's
+    ("POST", ("/resume",), pauses.resume_vllm, (pauses.PauseState,)),
+    ("POST", ("/sleep",), pauses.sleep, (pauses.Released,)),
+    ("POST", ("/wake_up",), pauses.wake_up, (pauses.Resumed,)),
+    ("GET", ("/is_sleeping",), pauses.is_sleeping, (pauses.IsSleeping,)),
+    (
+        "POST",
+        ("/release_memory_occupation",),
+        pauses.release_memory_occupation,
+        (pauses.Released,),
+    ),  # SGLang's
+    ("POST", ("/resume_memory_occupation",), pauses.resume_memory_occupation, (pauses.Resumed,)),
+    ("GET", ("/is_paused",), pauses.is_paused, (pauses.IsPaused,)),
     ("GET", ("/tokenizer_info",), tokenizer_info, (dict,)),  # vLLM's
     ("POST", ("/start_profile",), start_profile, (ProfileStarted,)),  # vLLM's and SGLang's
     ("POST", ("/stop_profile",), stop_profile, (ProfileStopped,)),

@@ -25,9 +25,7 @@ import signal
 import socket
 import ssl
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -40,7 +38,7 @@ from mtpserve import __version__
 from mtpserve.config import EngineConfig, ModelConfig, ServerConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, MTPServeError
 from mtpserve.core.logs import configure
-from mtpserve.engine.process.client import ProcessClient
+from mtpserve.engine.process.engines import engines_of, meetings_of
 from mtpserve.engine.process.process import DEFAULT_FACTORY
 from mtpserve.engine.process.replicas import Replicas
 from mtpserve.server.http.access import with_keys
@@ -168,7 +166,14 @@ class Launch:
         log_model(self.engine_config.model)
         progress = sys.stderr.isatty() and self.server.log_format == "text"
         meetings = meetings_of(self.engine_config)
-        client = engines_of(self.engine_config, self.server, meetings, self.factory, progress=progress)
+        client = engines_of(
+            self.engine_config,
+            meetings,
+            self.factory,
+            progress=progress,
+            log_level=self.server.log_level,
+            log_format=self.server.log_format,
+        )
         http = HTTPServer(self.http)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         grace = 0.0
@@ -279,39 +284,6 @@ class Launch:
             timeout,
         )
         await client.drain(timeout)
-
-
-def meetings_of(engine: EngineConfig) -> tempfile.TemporaryDirectory[str] | None:
-    """A folder in which engines that compute together find each other. None: each is by itself."""
-    return tempfile.TemporaryDirectory(prefix="mtpserve-") if engine.parallel.spreads else None
-
-
-def engines_of(
-    engine: EngineConfig,
-    server: ServerConfig,
-    meetings: tempfile.TemporaryDirectory[str] | None,
-    factory: str = DEFAULT_FACTORY,
-    *,
-    progress: bool = False,
-) -> Replicas:
-    """Returns the engines, not started. `meetings`: their meetings_of."""
-
-    def make(number: int, restarts: int) -> ProcessClient:
-        config = replace(
-            engine, replica=number, meeting="" if meetings is None else f"{meetings.name}/{restarts}"
-        )
-        return ProcessClient(
-            config,
-            factory=factory,
-            progress=progress and number == 0,
-            log_level=server.log_level,
-            log_format=server.log_format,
-        )
-
-    parallel, seed = engine.parallel, engine.scheduler.random_seed
-    return Replicas(
-        make, parallel.data_parallel_size, restarts=parallel.restarts, seed=seed, together=parallel.spreads
-    )
 
 
 def load_tokenizer(model: ModelConfig) -> Tokenizer:

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.config import SpecConfig
 from mtpserve.config.drafters import DRAFTERS
 from mtpserve.core.arch.model import Features
@@ -34,6 +35,11 @@ class DraftersByShape:
     def __init__(self, spec: SpecConfig, budget: int, passes: DraftPasses | None, largest: SpecSizes) -> None:
         self.spec, self.budget, self.passes, self.largest = spec, budget, passes, largest
         self.drafters: dict[SpecShape, Drafter] = {}
+
+    @property
+    def boundary(self) -> BoundaryRows | None:
+        """The rows that the draft model has for each page."""
+        return None if self.passes is None else self.passes.boundary
 
     def of(self, shape: SpecShape) -> Drafter:
         """Returns the drafter of a shape; without steps it drafts as if no draft model had been loaded.

@@ -9,6 +9,7 @@ from typing import Any
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.text.requests import check_text
+from mtpserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -76,3 +77,39 @@ def conversations_of(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
     """Returns a list of conversations: one, or several as they are."""
     several = len(messages) > 0 and not isinstance(messages[0], Mapping)
     return list(messages) if several else [messages]  # type: ignore[arg-type, list-item]
+
+
+def chat_prompts(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    variables: Mapping[str, Any] | None,
+) -> list[list[int]]:
+    """Returns the prompt of each conversation as tokens. `variables`: of the template. Raises
+    InvalidRequest."""
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message needs add_generation_prompt=False", "continue_final_message"
+        )
+    if not tokenizer.has_chat_template:
+        raise InvalidRequest("this model has no chat template: use generate", "messages")
+    if tools and not tokenizer.template_mentions("tools"):
+        raise InvalidRequest(
+            "tools: the model's chat template has no place for them; describe them in a system message",
+            "tools",
+        )
+    return [
+        tokenizer.encode_chat(
+            tokenizer.render_chat(
+                for_template(conversation),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=[dict(tool) for tool in tools] if tools else None,
+                variables=variables,
+            )
+        )
+        for conversation in conversations_of(messages)
+    ]

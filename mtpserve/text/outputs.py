@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
-from mtpserve.core.request import Finish, Proposal, TokenEvent, TokenLogprob
+from mtpserve.core.request import Finish, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.state.weight_versions import VersionSpan, WeightVersions
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.experts import TokenExperts
 from mtpserve.text.tokenizer import Tokenizer
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`finish_reason` is stop, length or error; `text` and `tokens` are those generated until then."""
+    """`finish_reason` is stop, length, abort or error, and None while an AsyncLLM's request runs; `text` and
+    `tokens` are those generated until then."""
 
     text: str
     tokens: list[int]
-    finish_reason: str
+    finish_reason: str | None
     prompt_tokens: int
     cached_tokens: int  # of these, found in the prefix cache
     drafted: int  # draft tokens verified for this prompt
@@ -36,6 +38,8 @@ class Completion:
     trace: list[Proposal] = field(default_factory=list)
     # [tokens of prompt and output but the last, layers, experts], with SamplingParams.return_routed_experts
     routed_experts: NDArray[Any] | None = None
+    # of the weights that chose the tokens
+    weight_versions: list[VersionSpan] = field(default_factory=list)
 
     @property
     def outputs(self) -> list[Self]:
@@ -78,12 +82,26 @@ class OfflineRequest:
     tokenizer: Tokenizer
     detokenizer: Detokenizer
     prompt_tokens: int
-    params: SamplingParams
+    traced: bool = False
     steps: list[StreamStep] = field(default_factory=list)
     sizes: tuple[int, int, int] | None = None  # of the experts of a token, where the request wants them
     experts: TokenExperts = field(default_factory=TokenExperts)
+    num_output_tokens: int = 0
+    weight_versions: WeightVersions = field(default_factory=WeightVersions)
 
-    def take(self, event: TokenEvent) -> StreamStep:
+    @staticmethod
+    def of(tokenizer: Tokenizer, request: Request, card: ModelCard) -> OfflineRequest:
+        sampling = request.sampling
+        return OfflineRequest(
+            tokenizer,
+            Detokenizer(tokenizer.fast, sampling, card.eos_ids, request.prompt),
+            len(request.prompt),
+            sampling.speculation.trace,
+            sizes=card.experts if sampling.return_routed_experts else None,
+        )
+
+    def take(self, event: TokenEvent, weight_version: str = "") -> StreamStep:
+        """`weight_version`: of the event's tokens, where the event does not say it."""
         self.experts.add(event.routed_experts)
         pieces: list[str] = []
         stopped = False
@@ -92,6 +110,8 @@ class OfflineRequest:
             pieces.append(delta.text)
             if stopped := delta.stopped:
                 break
+        self.weight_versions.add(event.weight_version or weight_version, self.num_output_tokens)
+        self.num_output_tokens += len(pieces)
         accepted = min(event.num_accepted_tokens, len(pieces))
         text = "".join(pieces[accepted:])
         if event.finish is not None and not stopped:
@@ -110,12 +130,25 @@ class OfflineRequest:
             cached_tokens=event.num_cached_tokens,
         )
 
+    def read(self, events: Sequence[TokenEvent]) -> StreamStep:
+        """Keeps the steps of events, up to the one that ends the text. Returns the last step."""
+        for event in events:
+            self.steps.append(self.take(event))
+            if self.steps[-1].finish is not None:
+                break
+        return self.steps[-1]
+
+    def abort(self) -> None:
+        """Ends the text with what it has."""
+        text = self.detokenizer.finish()
+        self.steps.append(StreamStep([], Proposal(), 0, [], text, [], Finish.ABORT))
+
     def completion(self) -> Completion:
         last, tokens = self.steps[-1], [token for step in self.steps for token in step.tokens]
         return Completion(
             text="".join(step.text for step in self.steps),
             tokens=tokens,
-            finish_reason=str(last.finish),
+            finish_reason=None if last.finish is None else str(last.finish),
             prompt_tokens=self.prompt_tokens,
             cached_tokens=sum(step.cached_tokens for step in self.steps),
             drafted=sum(len(step.proposal.tokens) for step in self.steps),
@@ -123,8 +156,9 @@ class OfflineRequest:
             error=last.error,
             logprobs=joined(step.logprobs for step in self.steps),
             prompt_logprobs=joined(step.prompt_logprobs for step in self.steps),
-            trace=[step.proposal for step in self.steps if step.tokens and self.params.speculation.trace],
+            trace=[step.proposal for step in self.steps if step.tokens] if self.traced else [],
             routed_experts=None if self.sizes is None else self.routed_experts(self.sizes, len(tokens)),
+            weight_versions=self.weight_versions.spans(self.num_output_tokens),
         )
 
     def routed_experts(self, sizes: tuple[int, int, int], num_output_tokens: int) -> NDArray[Any]:

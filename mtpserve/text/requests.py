@@ -12,6 +12,8 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.text.tokenizer import Tokenizer
 
+Prompt = str | Sequence[int]  # a text, or token ids
+
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
@@ -38,6 +40,18 @@ def request_of(
     lora: LoRARequest | None = None
 ) -> Request:  # fmt: skip
     return Request(id, prompt, sampling, spelling.bad_words, spelling.prediction, salt, lora=lora)
+
+
+def request_from(
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    id: str,
+    lora: LoRARequest | None = None,
+) -> Request:
+    """Returns the request of a caller in Python. Raises InvalidRequest."""
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    return request_of(spelling_of(tokenizer, sampling), id, ids, sampling, lora=lora)
 
 
 def check_text(text: str, field: str) -> None:

@@ -26,7 +26,7 @@ from mtpserve.runtime.runner import Runner
 
 
 def runner_of(engine: Engine) -> Runner:
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, Runner)
     return runner
 

@@ -79,7 +79,7 @@ class WiredStep:
 
 
 def wire(engine: Engine) -> Wired:
-    engine._runner = wired = Wired(engine._runner)
+    engine.runner = wired = Wired(engine._runner)
     return wired
 
 

@@ -75,7 +75,7 @@ class Watch:
 def test_a_step_makes_one_copy_for_all_that_is_new(monkeypatch: pytest.MonkeyPatch, spec: SpecConfig, overlap: int) -> None:
     """Admissions and pages one; seats, wanted depths and the tables of rules one where they are new; rows one where their widths are."""
     engine = tiny_engine(tiny_model("mimo"), spec, overlap=overlap, seats=6, budget=48)
-    texts, launch = prompts(len(PLAIN + RULES), seed=1), engine._runner.launch
+    texts, launch = prompts(len(PLAIN + RULES), seed=1), engine.runner.launch
     watch, kept = Watch(monkeypatch), list[tuple[StepPlan, Counter[str]]]()
 
     def launched(plan: StepPlan) -> Any:
@@ -84,7 +84,7 @@ def test_a_step_makes_one_copy_for_all_that_is_new(monkeypatch: pytest.MonkeyPat
         kept.append((plan, watch.copies.copy()))
         return made
 
-    monkeypatch.setattr(engine._runner, "launch", launched)
+    monkeypatch.setattr(engine.runner, "launch", launched)
     for i, (text, params) in enumerate(zip(texts, PLAIN + RULES, strict=True)):
         engine.add(Request(str(i), text, params, bad_words=[[1, 2], [3]] if i == 5 else []))
     while engine.has_work:

@@ -27,6 +27,7 @@ class FakeClient:
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
         self.profiles: list[ProfileChange] = []
+        self.versions: dict[int, str] = {}  # of the weights, by the number of tokens before they changed
 
     async def submit(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
         msgspec.msgpack.encode(Submit(request))  # as it would travel: numbers of any size do not
@@ -36,12 +37,16 @@ class FakeClient:
         events: list[TokenEvent] = []
         while True:
             await asyncio.sleep(self.pause)
+            while (self.engine.stats.paused or self.engine.stats.sleeping) and request.id in self.engine.live:
+                await asyncio.sleep(0.001)
             if self.dead is not None:
                 raise EngineDead(self.dead)
             if request.id not in self.engine.live:
                 raise RequestFailed("the request was aborted")
             live, done = self.engine.live[request.id]
             event = self.engine._event(live, done)
+            if done in self.versions:
+                event = msgspec.structs.replace(event, weight_version=self.versions[done])
             events.append(event)
             if len(events) == self.together or event.finish is not None:
                 yield events

@@ -15,7 +15,18 @@ from mtpserve.cli.options import parsed_values, settings
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, MTPServeError, QueueFull
 from mtpserve.core.plan import NOTHING_ALLOWED
-from mtpserve.core.protocols.control import LoadLoRA, OnEveryRank, Reply, SetWeightVersion, UnloadLoRA, UpdateWeights
+from mtpserve.core.protocols.control import (
+    ContinueGeneration,
+    LoadLoRA,
+    OnEveryRank,
+    PauseGeneration,
+    Reply,
+    SetWeightVersion,
+    Sleep,
+    UnloadLoRA,
+    UpdateWeights,
+    WakeUp,
+)
 from mtpserve.core.request import Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.spec_sizes import SpecSizes
@@ -40,7 +51,7 @@ class FakeEngine:
         self.stats.accept_lengths, self.stats.steps_per_depth = [0, 0, 0], [0, 0, 0]
         self.policy: DepthPolicy | None = DepthPolicy(SpecSizes(steps=STEPS, num_proposed=STEPS, written=STEPS), STEPS)
         self.stats.depths = self.policy.state
-        self.pause = pause
+        self.pause, self.weight_version = pause, "default"
         self.live: dict[str, tuple[Request, int]] = {}
         self.ticks, self.cores, self.controls = Ticks(), CoreShare(), Controls()
         self.controls.add(SetWeightVersion, self.set_version)
@@ -50,12 +61,17 @@ class FakeEngine:
         self.controls.add(LoadLoRA, self.load_lora)
         self.controls.add(UnloadLoRA, self.load_lora)
         self.lora_calls: list[LoadLoRA | UnloadLoRA] = []
+        self.sleeps: list[Sleep | WakeUp] = []
+        self.controls.add(PauseGeneration, self.set_paused)
+        self.controls.add(ContinueGeneration, self.set_paused)
+        self.controls.add(Sleep, self.set_sleeping)
+        self.controls.add(WakeUp, self.set_sleeping)
         self.cache: set[int] = set()  # hashes of prompts up to the end of a page
         self.found: dict[str, int] = {}  # tokens in it, for each live request
 
     @property
     def has_work(self) -> bool:
-        return bool(self.live)
+        return bool(self.live) and not (self.stats.paused or self.stats.sleeping)
 
     @property
     def changes_idle(self) -> bool:
@@ -113,6 +129,15 @@ class FakeEngine:
         self.updates.append(call)
         return Reply(values={"waiting": [], "parameters": 1})
 
+    def set_paused(self, call: PauseGeneration | ContinueGeneration) -> Reply:
+        self.stats.paused = int(isinstance(call, PauseGeneration))
+        return Reply()
+
+    def set_sleeping(self, call: Sleep | WakeUp) -> Reply:
+        self.sleeps.append(call)
+        self.stats.sleeping = int(isinstance(call, Sleep))
+        return Reply(values={"bytes": 1000})
+
     def fix_depth(self, steps: int) -> None:
         """As an engine that was started so."""
         self.card, self.policy, self.stats.depths = replace(self.card, speculative_steps=steps), None, None
@@ -139,7 +164,7 @@ class FakeEngine:
         """Nothing can end."""
 
     def check_integrity(self) -> None:
-        if self.stats.pages_used:
+        if self.stats.pages_used and not (self.stats.paused or self.stats.sleeping):
             raise AssertionError("pages in use while idle")
 
     def _gauge(self) -> None:

@@ -87,6 +87,14 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/update_weight_version", {"new_version": "v2"}),
     ("/start_profile", {}),
     ("/stop_profile", {}),
+    ("/pause_generation", {"mode": "in_place"}),
+    ("/continue_generation", {}),
+    ("/release_memory_occupation", {"tags": ["kv_cache"]}),
+    ("/resume_memory_occupation", {}),
+    ("/sleep", {}),
+    ("/wake_up", {}),
+    ("/pause", {}),
+    ("/resume", {}),
 ]
 
 

@@ -43,6 +43,10 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/spec": {"num_steps": 1},
     "/abort_request": {"abort_all": True},
     "/start_profile": {},
+    "/pause_generation": {},
+    "/continue_generation": {},
+    "/release_memory_occupation": {},
+    "/resume_memory_occupation": {},
     "/parse_function_call": {"text": "a", "tools": []},
     "/separate_reasoning": {"text": "a"},
 }
@@ -55,6 +59,9 @@ def app(client: FakeClient, tokenizer: Tokenizer) -> FastAPI:
 
 
 def post(app: FastAPI, path: str, fields: dict[str, Any]) -> httpx.Response:
+    stats = app.state.service.client.engine.stats
+    stats.paused = stats.sleeping = 0  # an earlier example may have left it so
+
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=True), base_url="http://test") as http:
             content = json.dumps(GOOD[path] | fields).encode()

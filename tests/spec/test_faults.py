@@ -73,7 +73,7 @@ def verified(right: list[int] | None, row: int, bad: float | None) -> Verified:
     """`row` 0 is the committed token's, row j draft j's; with `bad` None nothing is wrong. `right`: the third's drafts."""
     model = tiny_model()
     engine = tiny_engine(model, 3 if right is None else SpecConfig(speculative_algorithm="NGRAM", speculative_num_steps=3))
-    launch, healthy, place, hit = engine._runner.launch, model.trunk, list[int](), False
+    launch, healthy, place, hit = engine.runner.launch, model.trunk, list[int](), False
 
     def launched(plan: StepPlan) -> Any:
         nonlocal hit
@@ -93,7 +93,7 @@ def verified(right: list[int] | None, row: int, bad: float | None) -> Verified:
             hidden.head[place] = bad
         return hidden
 
-    engine._runner.launch, model.trunk = launched, trunk  # type: ignore[method-assign]
+    engine.runner.launch, model.trunk = launched, trunk  # type: ignore[method-assign]
     for i, prompt in enumerate(prompts(4)):
         engine.add(Request(str(i), prompt, SHORT, prediction=right if right is not None and i == 2 else []))
     found = Verified([[] for _ in range(4)], {}, -1, 0, -1)
@@ -150,7 +150,7 @@ def test_a_dead_draft_head_shows_in_the_rate_of_acceptance() -> None:
     """The bundled model's head is right most of the time, as that of the tiny one never is."""
     cache, spec = CacheConfig(max_total_tokens=1024), SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=3)
     engine = build_engine(EngineConfig(model=ModelConfig(dtype="float32"), cache=cache, spec=spec))
-    model = engine._runner.step.model  # type: ignore[attr-defined]
+    model = engine.runner.step.model  # type: ignore[attr-defined]
     draft_one_by_one(engine)
     texts = [run(engine, [[5, 6, 7]], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))]
     accepted, drafted = engine.stats.accepted_tokens_total, engine.stats.draft_tokens_total

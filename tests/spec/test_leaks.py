@@ -48,7 +48,7 @@ def test_aborted_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch, rate: f
     options: dict[str, Any] = {"pages": 36, "budget": 24, "seats": SEATS, "eos": (5,), "rates": [rate] * 3, "overlap": overlap}
     engine = tiny_engine(model, 3, **options)
     doomed: dict[int, list[tuple[str, bool]]] = {}  # by step: whom to abort, and whether while it is computed
-    step, added, launch = 0, 0, engine._runner.launch
+    step, added, launch = 0, 0, engine.runner.launch
 
     def abort(inside: bool, verified: set[str]) -> None:
         for name, within in doomed.get(step, []):
@@ -62,7 +62,7 @@ def test_aborted_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch, rate: f
         abort(inside=True, verified={names[span.req_idx] for span in plan.spans if span.num_draft_tokens})
         return made
 
-    monkeypatch.setattr(engine._runner, "launch", launched)
+    monkeypatch.setattr(engine.runner, "launch", launched)
     while added < REQUESTS or engine.has_work:
         while added < REQUESTS and len(engine._scheduler.waiting) < 5:
             asked = request(added, dice)

@@ -132,7 +132,7 @@ def planned(engine: Engine) -> list[StepPlan]:
 
 
 def listen(engine: Engine) -> Listener:
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     assert isinstance(runner, Runner) and isinstance(runner.drafter, CombinedDrafter) and isinstance(runner.drafter.base, ChainDrafter)
     listener = Listener(runner.drafter.base)
     runner.drafter.base = listener  # type: ignore[assignment]

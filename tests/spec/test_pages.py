@@ -26,7 +26,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 def pages_of(engine: Engine, name: str, count: int) -> list[Tensor]:
     """What the first `count` pages of a live request hold: keys and values of all layers, and the boundary rows."""
-    step: Any = engine._runner.step  # type: ignore[attr-defined]
+    step: Any = engine.runner.step  # type: ignore[attr-defined]
     pages = torch.tensor(engine._scheduler.live[name].cache.blocks[0].pages[:count])
     slots = (pages.unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
     kept = [part[:, slots] for store in step.stores.stores for part in store.pool.parts]

@@ -237,7 +237,7 @@ def demo(directory: Path | None = None, adaptive: bool = True, **spec: Any) -> E
 def damage(engine: Engine, how: str) -> Callable[[], None]:
     """In the draft layer's output. → what undoes it."""
     draft_one_by_one(engine)
-    head: Any = engine._runner.step.model.mtp_head  # type: ignore[attr-defined]
+    head: Any = engine.runner.step.model.mtp_head  # type: ignore[attr-defined]
     own = head.extend, head.step
 
     def broken(passes: Callable[..., Any]) -> Callable[..., Any]:

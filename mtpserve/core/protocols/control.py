@@ -101,6 +101,46 @@ class DropLoRA(Call, frozen=True):
     lora_int_id: int
 
 
+MEMORY_TAGS = ("weights", "kv_cache")
+
+
+class ReleaseMemory(Call, frozen=True):
+    """A rank's part of Sleep. The reply's `bytes`: how many were given back."""
+
+    tags: list[str]
+    drops_weights: bool
+
+
+class ResumeMemory(Call, frozen=True):
+    tags: list[str]
+
+
+class Sleep(Call, frozen=True):
+    """Memory goes back to the system until WakeUp, and all requests wait. Weights move to host memory, or
+    their contents are dropped."""
+
+    tags: list[str]  # of MEMORY_TAGS
+    drops_weights: bool = False
+
+
+class WakeUp(Call, frozen=True):
+    tags: list[str] | None = None  # None: all
+
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class PauseGeneration(Call, frozen=True):
+    """Nothing is computed until ContinueGeneration, and new requests wait. in_place: who runs keeps its
+    pages; otherwise it gives them back and is computed anew later. Requests are aborted by the front end."""
+
+    mode: PauseMode
+
+
+class ContinueGeneration(Call, frozen=True):
+    pass
+
+
 class Reply(msgspec.Struct, frozen=True, array_like=True):
     """`error` is "" where the call was done. Otherwise nothing was done; "invalid": the caller's fault, in
     the field `param`."""
@@ -145,6 +185,8 @@ RankCalls = (
     | DropLoRA
     | ReadWeights
     | CheckWeights
+    | ReleaseMemory
+    | ResumeMemory
 )
 
 
@@ -155,4 +197,7 @@ class OnEveryRank(Call, frozen=True):
 
 
 # for the decoders of messages
-Calls = RankCalls | SetWeightVersion | UpdateWeights | OnEveryRank | UnloadLoRA
+EngineCalls = (
+    SetWeightVersion | UpdateWeights | UnloadLoRA | PauseGeneration | ContinueGeneration | Sleep | WakeUp
+)
+Calls = RankCalls | EngineCalls | OnEveryRank

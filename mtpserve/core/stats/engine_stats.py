@@ -100,6 +100,8 @@ class EngineStats:
     )
     # waiting requests whose pages are on their way from host memory, the disk or another node
     waiting_for_pages: int = gauge()
+    paused: int = gauge("engine_paused", "Engines whose generation is paused.")
+    sleeping: int = gauge("engine_sleeping", "Engines that have given memory back and sleep.")
     pages_total: int = gauge(
         "kv_pages",
         "Pages in the KV pool.",

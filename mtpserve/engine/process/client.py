@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 import zmq.asyncio
+from msgspec import structs
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown, quantity
@@ -111,6 +112,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.events: list[TokenEvent] = []
+        self.weight_version = ""  # of the last event with tokens
         self._error: MTPServeError | None = None
         self._coming: asyncio.Future[None] | None = None  # while the reader waits
 
@@ -365,6 +367,10 @@ class ProcessClient:
             self._send(Abort(event.id))
             self._end(event.id, RequestFailed("the client does not read its stream"))
             return
+        # An engine's statistics come with its events, and its weights do not change in between.
+        if event.tokens and mailbox.weight_version != self._stats.weight_version:
+            mailbox.weight_version = self._stats.weight_version
+            event = structs.replace(event, weight_version=mailbox.weight_version)
         mailbox.put(event)
         if event.finish is not None:
             self._forget(event.id)

@@ -8,7 +8,18 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mtpserve.core.errors import EngineDead
-from mtpserve.core.protocols.control import Reply, SetWeightVersion, StageCheckpoint, UpdateWeights
+from mtpserve.core.protocols.control import (
+    MEMORY_TAGS,
+    Calls,
+    ContinueGeneration,
+    PauseGeneration,
+    Reply,
+    SetWeightVersion,
+    Sleep,
+    StageCheckpoint,
+    UpdateWeights,
+    WakeUp,
+)
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.engine.process.client import ProcessClient
@@ -92,3 +103,35 @@ class WeightHistory:
                 raise EngineDead(f"its weights cannot be updated again: {error}")
         if self.weight_version is not None:
             await client.control(SetWeightVersion(self.weight_version))
+
+
+class StandingCalls:
+    """The pause and the sleep that are in force."""
+
+    def __init__(self) -> None:
+        self._pause: PauseGeneration | None = None
+        self._asleep: dict[str, bool] = {}  # by tag: whether its contents were dropped
+
+    def note(self, call: Calls) -> bool:
+        """All engines that are up have done it. Returns whether they have their first weights again."""
+        match call:
+            case PauseGeneration():
+                self._pause = call
+            case ContinueGeneration():
+                self._pause = None
+            case Sleep(tags, drops_weights):
+                self._asleep |= {tag: drops_weights for tag in tags if tag not in self._asleep}
+            case WakeUp(tags):
+                dropped = [self._asleep.pop(tag, False) for tag in tags or MEMORY_TAGS]
+                return any(dropped)
+        return False
+
+    @property
+    def calls(self) -> list[Calls]:
+        sleeps = [Sleep([tag], dropped) for tag, dropped in self._asleep.items()]
+        return [*sleeps, *([] if self._pause is None else [self._pause])]
+
+    async def restore(self, client: ProcessClient) -> None:
+        """Has an engine that was started again do the same. Raises EngineDead, or what Reply.check raises."""
+        for call in self.calls:
+            (await client.control(call)).check()

@@ -30,7 +30,7 @@ from mtpserve.core.stats.engine_stats import EngineStats
 from mtpserve.core.stats.reports import EngineState, SpecChange, SpecReport
 from mtpserve.engine.process.affinity import Affinity
 from mtpserve.engine.process.client import ProcessClient
-from mtpserve.engine.process.replica import Progress, Replica, WeightHistory
+from mtpserve.engine.process.replica import Progress, Replica, StandingCalls, WeightHistory
 from mtpserve.engine.process.totals import counters, total
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Replicas:
     ) -> None:
         self._make, self._restarts, self._together = make, restarts, together
         self._seeds = SystemRandom() if seed is None else Random(seed)
-        self._joins = 0
+        self._joins, self._standing = 0, StandingCalls()
         self._replicas = [Replica(number, self._create(number, 0)) for number in range(count)]
         self._affinity = Affinity()
         self._open: dict[str, Replica | None] = {}  # None: it waits for an engine
@@ -213,7 +213,9 @@ class Replicas:
                 replica.client = self._create(replica.number, replica.restarts)
             try:
                 await asyncio.gather(*(replica.client.start() for replica in group))
-                await asyncio.gather(*(self._history.restore(replica.client) for replica in group))
+                for replica in group:
+                    await self._history.restore(replica.client)
+                    await self._standing.restore(replica.client)
                 return True
             except MTPServeError as error:
                 for replica in group:
@@ -335,6 +337,11 @@ class Replicas:
         first, *_ = [reply.check() for reply in replies.values()]
         if isinstance(call, SetWeightVersion):
             self._history.weight_version = call.weight_version
+        if self._standing.note(call):
+            self._history = WeightHistory()
+        self.paused = bool(self._standing.calls)
+        if self._together:
+            self._notify_peers()  # an engine that goes on is not alone: see ticks.py
         return first
 
     async def update_weights(self, call: UpdateWeights) -> Reply:

@@ -33,7 +33,7 @@ from mtpserve.engine.startup.planning import (
     positions,
 )
 from mtpserve.engine.startup.recording import header_of, recorder_of
-from mtpserve.engine.startup.serving.changes import adapters_of, rank_weights, take_changes
+from mtpserve.engine.startup.serving.changes import adapters_of, rank_memory, rank_weights, take_changes
 from mtpserve.engine.startup.threads import bind, core_share
 from mtpserve.engine.updates.adapter_updates import take_adapters
 from mtpserve.layers.decoder import DecoderModel, Methods
@@ -295,6 +295,7 @@ def build_rank(
     parts, spread = computing(model, sizes_of(engine_plan), options), engine_plan.described.spread
     controls = Controls()
     rank_weights(controls, engine_plan, model)
+    rank_memory(controls, parts.runner, model)
     if options.adapters is not None:
         take_adapters(controls, options.adapters)
     if spread is None:

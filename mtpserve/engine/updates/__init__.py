@@ -1,1 +1,1 @@
-"""Weights that change while the engine serves."""
+"""Weights that change while the engine serves, pauses and sleeps."""

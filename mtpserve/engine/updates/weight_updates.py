@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from safetensors.torch import save
 
-from mtpserve.core.errors import EngineDead, LoadError
+from mtpserve.core.errors import EngineDead, InvalidRequest, LoadError
 from mtpserve.core.protocols.control import (
     Calls,
     CommitWeights,
@@ -40,6 +40,7 @@ class WeightUpdates:
         refusal: str = "",
     ) -> None:
         self._engine, self._weights, self._refusal = engine, weights, refusal
+        self.asleep = False  # its weights are released
         self._is_alone = on_every_rank is None
         self._on_every_rank = on_every_rank or engine.controls.take
         engine.controls.add(SetWeightVersion, self.set_version)
@@ -47,20 +48,26 @@ class WeightUpdates:
         engine.controls.add(UpdateTensors, self.update_tensors)
         engine.controls.add(OnEveryRank, lambda call: self._on_every_rank(call.call))
 
+    def require_updates(self) -> None:
+        """Raises InvalidRequest where weights cannot change, or not now."""
+        if self._refusal:
+            raise InvalidRequest(self._refusal)
+        if self.asleep:
+            raise InvalidRequest("the engine sleeps without its weights: wake up the tag weights first")
+        _ = self._weights.weights
+
     def set_version(self, call: SetWeightVersion) -> Reply:
         """The name alone changes."""
         self._engine.weight_version = call.weight_version
         return Reply()
 
     def update(self, call: UpdateWeights) -> Reply:
-        if self._refusal:
-            return Reply(self._refusal)
+        self.require_updates()
         return self._written(self._on_every_rank(call.stage), call.weight_version)
 
     def update_tensors(self, call: UpdateTensors) -> Reply:
         """Raises LoadError."""
-        if self._refusal:
-            return Reply(self._refusal)
+        self.require_updates()
         if self._is_alone:
             staged = self._weights.stage_tensors(call.tensors)
         else:

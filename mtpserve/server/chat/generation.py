@@ -20,6 +20,7 @@ from mtpserve.core.kv_transfer import PageOffer
 from mtpserve.core.protocols.adapters import LoRARequest
 from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.state.weight_versions import WeightVersions
 from mtpserve.server.chat.bodies import ChatRequest
 from mtpserve.server.chat.constraints import apply_thinking_budget
 from mtpserve.server.chat.conversation import INVALID_JSON, arguments_of
@@ -130,11 +131,13 @@ class Choice:
     matched_stop: int | str | None = None  # the token or the stop string that ended an output that stopped
     scores_only: bool = False  # the one token that the engine needs to score a prompt is thrown away
     offer: PageOffer | None = None  # its prompt's pages, where another node is to get them
+    weight_versions: WeightVersions = field(default_factory=WeightVersions)
     logprob: float = 0.0  # the sum over the tokens, where the request has log-probabilities
     experts: TokenExperts = field(default_factory=TokenExperts)  # where the request wants them
 
     def add(self, step: StepOutput) -> None:
         """Extends the blocks. An answer that was read has a block in the end, which may be empty."""
+        self.weight_versions.add(step.weight_version, len(self.tokens))
         self.tokens += step.tokens
         self.experts.add(step.routed_experts)
         if step.logprobs:

@@ -38,6 +38,8 @@ MANAGEMENT = frozenset(
         *("/load_lora_adapter", "/unload_lora_adapter"),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/get_weights_by_name", "/weights_checker"),
+        *("/pause_generation", "/continue_generation", "/pause", "/resume", "/sleep", "/wake_up"),
+        *("/release_memory_occupation", "/resume_memory_occupation"),
     }
 )
 CHANGED = frozenset({"/v1/spec"})  # these too, where they are not only read

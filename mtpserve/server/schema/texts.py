@@ -132,6 +132,9 @@ TEXTS: dict[str, str] = {
     "rid": "The answer's id, by which `/abort_request` ends it.",
     "request_id": "The same as `rid`; vLLM's name.",
     "abort_all": "Abort every request.",
+    "mode": "What becomes of the requests that run.",
+    "tags": "Which memory; all of it where this is left out.",
+    "torch_empty_cache": "Changes nothing: memory that nobody needs goes back to the system anyway.",
     "user": "Says who asks, and changes no answer.",
     "safety_identifier": "Says who asks, and changes no answer.",
     "prompt_cache_key": "Changes no answer: the prefix cache needs no hint.",
@@ -172,4 +175,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "UnloadLoRABody": {"lora_name": "sql"},
     "AbortRequest": {"rid": "the-request-id"},
     "SpecBody": {"adaptive": True},
+    "PauseRequest": {"mode": "retract"},
+    "ContinueRequest": {},
+    "MemoryRequest": {"tags": ["kv_cache"]},
 }

@@ -38,6 +38,14 @@ class FinishReason(Rendered):
     matched: int | str | UnsetType | None = UNSET
 
 
+class TokenVersions(Rendered):
+    """The output tokens from `start` up to `end` were chosen under these weights."""
+
+    version: str
+    start: int
+    end: int
+
+
 # a log-probability, a token, and its text where the request wants it
 Triple = tuple[float | None, int, str | None]
 
@@ -51,7 +59,8 @@ class MetaInfo(Rendered, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     e2e_latency: float
-    weight_version: str
+    weight_version: str  # of the last tokens
+    weight_versions: list[TokenVersions]
     spec_verify_ct: int | UnsetType = UNSET
     spec_accept_length: float | UnsetType = UNSET
     spec_accept_rate: float | UnsetType = UNSET
@@ -97,6 +106,7 @@ class NativeChoice:
             self.correct.append(len(step.accepted_nodes))
 
     def object(self) -> Generated:
+        versions = self.choice.weight_versions.spans(len(self.choice.tokens))
         meta = MetaInfo(
             id=self.id,
             finish_reason=None if self.choice.finish is None else self._reason(self.choice.finish),
@@ -104,7 +114,8 @@ class NativeChoice:
             completion_tokens=len(self.choice.tokens),
             cached_tokens=self.choice.cached_tokens,
             e2e_latency=perf_counter() - self.arrival,
-            weight_version=self.choice.service.weight_version,
+            weight_version=versions[-1].version if versions else self.choice.service.weight_version,
+            weight_versions=[TokenVersions(*span) for span in versions],
         )
         self._add_speculation(meta)
         self._add_logprobs(meta)

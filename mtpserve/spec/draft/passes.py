@@ -69,13 +69,8 @@ class DraftPasses:
         history: FeatureHistory | None = None, steps: int = 0, draft_chain: DraftChain | None = None,
     ) -> None:  # fmt: skip
         self.history, self.steps = history, steps
-        self.model, self.attention, self.boundary, self.reduced, self.propose = (
-            model,
-            attention,
-            boundary,
-            reduced,
-            propose,
-        )
+        self.model, self.attention, self.boundary = model, attention, boundary
+        self.reduced, self.propose = reduced, propose
         self.deferred, self.draft_chain, self.draft_positions = deferred, draft_chain, draft_positions
         self.described: Any = None  # kept by a kernel that needs it
         self.chain: ModuleChain | None = None

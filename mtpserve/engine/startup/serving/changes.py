@@ -10,8 +10,11 @@ import torch
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest
+from mtpserve.core.protocols.control import StageCheckpoint
 from mtpserve.core.protocols.parallel import ALONE, PlannedRank, Ranks
+from mtpserve.core.protocols.runner import ModelRunner
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.parallel.ranks import EveryRank
 from mtpserve.engine.process.controls import Controls
 from mtpserve.engine.startup.assemble import EngineOptions
 from mtpserve.engine.startup.planning import (
@@ -23,12 +26,17 @@ from mtpserve.engine.startup.planning import (
     positions,
     sources,
 )
+from mtpserve.engine.startup.recording import StepRecorder
 from mtpserve.engine.updates.adapter_updates import AdapterUpdates
+from mtpserve.engine.updates.pauses import Pauses
+from mtpserve.engine.updates.rank_memory import RankMemory
 from mtpserve.engine.updates.rank_weights import RankWeights
+from mtpserve.engine.updates.sleeps import Sleeps
 from mtpserve.engine.updates.weight_updates import WeightUpdates
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.devices.lora import has_adapters
 from mtpserve.runtime.lora.device_adapters import DeviceAdapters
+from mtpserve.runtime.runner import Runner
 from mtpserve.weights.shards import shards_of
 from mtpserve.weights.update import ServingWeights
 
@@ -77,13 +85,28 @@ def rank_weights(controls: Controls, engine_plan: Plan, model: DecoderModel) -> 
     return RankWeights(controls, make, partial(open_as, described), engine_plan.device, number)
 
 
+def rank_memory(controls: Controls, runner: Runner, model: DecoderModel) -> None:
+    """A rank gives back what it keeps of tokens: pages, the states of recurrent layers, and the draft model's
+    rows of pages."""
+    step, drafters = runner.step, runner.drafters
+    boundary = None if drafters is None else drafters.boundary
+    states = [] if step.states is None else step.states.tensors
+    kv = [*step.stores.tensors, *states, *([] if boundary is None else [boundary.rows])]
+    RankMemory(controls, runner, model, kv)
+
+
 def take_changes(engine: Engine, engine_plan: Plan, model: DecoderModel, options: EngineOptions) -> None:
     """The engine and its other ranks take the calls that change weights and adapters. Loads the adapters of
     the start. Raises ConfigError."""
     others, config = options.others, engine_plan.config
     weights = rank_weights(engine.controls, engine_plan, model)
     on_every_rank = None if others is None else partial(others.control, take=engine.controls.take)
-    WeightUpdates(engine, weights, on_every_rank, why_fixed(config))
+    updates = WeightUpdates(engine, weights, on_every_rank, why_fixed(config))
+    Pauses(engine)
+    rank_memory(engine.controls, runner_of(engine.runner), model)
+    paths = [str(source.checkpoint.directory) for source in sources(engine_plan.described)]
+    checkpoints = [StageCheckpoint(*names) for names in zip(paths, NAME_PREFIXES, strict=False)]
+    Sleeps(engine, on_every_rank or engine.controls.take, updates, checkpoints, why_awake(config))
     if options.adapters is not None:
         AdapterUpdates(engine, options.adapters, config.lora, others)
 
@@ -96,3 +119,21 @@ def why_fixed(config: EngineConfig) -> str:
         if mode is None
         else f"weights cannot be updated with --disaggregation-mode {mode}: the other node keeps its own"
     )
+
+
+def why_awake(config: EngineConfig) -> str:
+    """Returns why the engine does not give memory back while it serves, or ""."""
+    options = {
+        "--kv-offload-gib and --kv-offload-dir": config.host_bytes > 0,
+        "--disaggregation-mode": config.disaggregation.role is not None,
+        "--enable-expert-parallel": config.parallel.spreads,
+    }
+    return next((f"an engine with {option} does not sleep" for option, used in options.items() if used), "")
+
+
+def runner_of(runner: ModelRunner) -> Runner:
+    """Returns this process's own, without what is around it."""
+    while isinstance(runner, EveryRank | StepRecorder):
+        runner = runner.runner
+    assert isinstance(runner, Runner)
+    return runner

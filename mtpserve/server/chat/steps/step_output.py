@@ -30,6 +30,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     # with `finish`: the token or the stop string that ended the text, if one did
     matched_stop: int | str | None = None
     routed_experts: tuple[int, list[bytes]] | None = None  # see core.request.TokenEvent
+    weight_version: str = ""  # as in TokenEvent
 
     @property
     def accepted_nodes(self) -> list[int]:
@@ -93,8 +94,7 @@ class StepReader:
             event.num_cached_tokens,
             event.offer,
             self.index,
-            self.detokenizer.matched,
-            event.routed_experts,
+            self.detokenizer.matched, event.routed_experts, event.weight_version,
         )  # fmt: skip
         if step.proposal.tokens:
             self.clock.verified(len(step.proposal.tokens), len(step.accepted_nodes))

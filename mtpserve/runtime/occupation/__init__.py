@@ -1,0 +1,1 @@
+"""Memory that is given back while an engine sleeps."""
