@@ -4,8 +4,8 @@ python benchmarks/rollouts.py --json FILE --plot FILE.svg
 
 Each step asks the engine for several rollouts of each prompt, rewards them, and moves the policy by one step of the clipped policy
 gradient (GRPO, https://arxiv.org/abs/2402.03300 §4.1, without the reference model), on the log-probabilities that came with the tokens.
-Then it pushes the new weights into the engine. The reward can be verified: the share of a text's characters that are of one class,
-lower-case letters by default. Without a reference model nothing keeps the text sensible, nor the drafts good: that is what is looked at.
+Then it pushes the new weights into the engine. The reward can be verified: the share of a text's characters that are of one class, lower-
+case letters by default. Without a reference model nothing keeps the text sensible, nor the drafts good: that is what is looked at.
 
 Two arms have the same policy. The draft layer of `trained` goes on learning beside it, from the same rollouts, towards the policy's own
 distribution; that of `frozen` stays as it was. The same rollouts are computed three times: by each arm with drafts, and without drafts. A

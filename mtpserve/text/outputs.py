@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
 from mtpserve.core.request import Finish, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
-from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.state.weight_versions import VersionSpan, WeightVersions
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.experts import TokenExperts
