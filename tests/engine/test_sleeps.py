@@ -24,8 +24,13 @@ from mtpserve.runtime.occupation import storages as storages_module
 from mtpserve.runtime.occupation.storages import Storages, give_back
 from tests.engine.test_ranks import as_before, built, config_of
 from tests.models import checkpoints
+from tests.models.compressed_checkpoints import deepseek_v4
+from tests.models.gemmas import gemma4_small
 from tests.models.hybrids import nemotron_h, qwen3_5
+from tests.models.ling import ling
+from tests.models.longcat import longcat
 from tests.models.own_layouts import gpt_oss
+from tests.models.sparse_checkpoints import deepseek_v32
 
 __all__ = ["as_before"]
 
@@ -144,6 +149,11 @@ FORMATS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "mxfp4": (gpt_oss, {"mxfp4": True, "hidden_size": 96, "intermediate_size": 128}, {"quantization": "int4"}),
     "recurrent": (qwen3_5, {"tie_word_embeddings": True}, {}),
     "mamba": (nemotron_h, {}, {}),
+    "gemma": (gemma4_small, {}, {}),
+    "compressed": (deepseek_v4, {}, {}),
+    "sparse": (deepseek_v32, {}, {}),
+    "ling": (ling, {}, {}),
+    "longcat": (longcat, {}, {}),
 }
 
 

@@ -80,7 +80,7 @@ def test_an_llm_says_it() -> None:
         (completion,) = llm.generate("import os", SamplingParams(max_tokens=5))
         assert completion.weight_versions == [VersionSpan("default", 0, 5)]
         outputs: dict[str, Any] = {}
-        steps = llm._run(["import os"], [SamplingParams(max_tokens=20)], outputs)
+        steps = llm._run(["import os"], [SamplingParams(max_tokens=20)], outputs, [None])
         before = 0
         for number, (id, step) in enumerate(steps):
             outputs[id].steps.append(step)
