@@ -266,26 +266,6 @@ def test_tagged_values_have_the_types_of_the_schema(key: str, written: str, valu
         assert parse([text], format).calls == [("save", f'{{"{key}": {value}}}')]
 
 
-THOUGHTS = [
-    ("deepseek_r1", Opening.INSIDE, "<think>\na\n</think>\n\nb", "a", "b"),
-    ("deepseek_r1", Opening.INSIDE, "a</think>b", "a", "b"),  # the start tag was in the prompt, or is missing
-    ("deepseek_r1", Opening.INSIDE, "a </thin b", "a </thin b", ""),  # no end tag
-    ("qwen3", Opening.MAYBE, "\n<think>a</think>\nb", "a", "b"),
-    ("qwen3", Opening.MAYBE, "a</think>b", "", "a</think>b"),
-    ("qwen3", Opening.NONE, "<think>a</think>b", "", "<think>a</think>b"),
-    ("glm45", Opening.MAYBE, "\n<think></think>\nb <think>c</think>", "", "b <think>c</think>"),
-    ("qwen3", Opening.INSIDE, "see <tool_call> or {</think>b", "see <tool_call> or {", "b"),
-    ("gemma4", Opening.MAYBE, "<|channel>thought\na\n<channel|>b", "a", "b"),
-    ("gemma4", Opening.NONE, "b", "", "b"),
-    ("longcat", Opening.MAYBE, "<longcat_think>\na </think>\n</longcat_think>\nb", "a </think>", "b"),
-    ("ernie45", Opening.INSIDE, "a\n</think>\n\n<response>\nb\n</response>\n", "a", "b"),
-    ("ernie45", Opening.INSIDE, "a</think>\n<response><response>b</response> c </response>", "a", "<response>b</response> c"),
-    ("ernie45", Opening.INSIDE, "a</think>b</response>", "a", "b</response>"),
-    ("ernie45", Opening.NONE, "b\n</response>\n", "", "b"),
-    ("ernie45", Opening.MAYBE, "<response>b</response>", "", "<response>b</response>"),
-]
-
-
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 THINKS, PREAMBLE = f"{ANALYSIS}a <b>\n<|end|>", "<|channel|>commentary<|message|>I look.<|end|>"
 # Messages as gpt-oss writes them, and as it should not.
@@ -333,25 +313,6 @@ def test_channels_that_are_not_separated_are_content() -> None:
     reading = parser("openai", "openai_gptoss", separate_reasoning=False)
     found = put_together([*reading.feed(text), *reading.finish()])
     assert (found.reasoning, found.content, found.calls) == ("", f"{THINKS}", ONE)
-
-
-@pytest.mark.parametrize(("name", "opening", "text", "reasoning", "content"), THOUGHTS)
-def test_reasoning(name: str, opening: Opening, text: str, reasoning: str, content: str) -> None:
-    for pieces in ([text], list(text)):
-        found = parse(pieces, "hermes", name, opening)
-        assert (found.reasoning, found.content, found.raw) == (reasoning, content, text)
-
-
-@pytest.mark.parametrize(("prompt", "hybrid", "reasoner"), [
-    ("<|im_start|>assistant\n", Opening.MAYBE, Opening.INSIDE),
-    ("<|im_start|>assistant\n<think>\n", Opening.INSIDE, Opening.INSIDE),
-    ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Opening.NONE, Opening.NONE),
-    ("<｜Assistant｜></think>", Opening.NONE, Opening.NONE),
-    ("<think>a</think>b<|user|>c<|assistant|>", Opening.MAYBE, Opening.INSIDE),
-    ("<｜tool▁output▁begin｜>7<｜tool▁output▁end｜><｜tool▁outputs▁end｜>", Opening.MAYBE, Opening.MAYBE),
-])  # fmt: skip
-def test_the_prompts_end_says_where_reasoning_begins(prompt: str, hybrid: Opening, reasoner: Opening) -> None:
-    assert REASONINGS.get("qwen3").opening(prompt) is hybrid and REASONINGS.get("deepseek_r1").opening(prompt) is reasoner
 
 
 @pytest.mark.parametrize(("prompt", "opening"), [
