@@ -111,7 +111,10 @@ def test_the_model_is_the_one_that_is_loaded_from_them(tmp_path: Path, make: Mak
     assert engine.weight_version == "v3"
 
 
-@pytest.mark.parametrize("layout", ["AWQ", pytest.param("float8 per channel", marks=pytest.mark.thorough), "MXFP4", "GPTQ in act order"])
+@pytest.mark.parametrize(
+    "layout",
+    ["AWQ", pytest.param("float8 per channel", marks=pytest.mark.thorough), "MXFP4", "NVFP4", "NVFP4, packed", "GPTQ in act order"],
+)
 def test_stored_matrices_stay_as_they_are_stored(tmp_path: Path, layout: str) -> None:
     config, writer = LAYOUTS[layout]
     tiny = llama(tmp_path / "wide", hidden_size=128, intermediate_size=256, head_dim=32)
