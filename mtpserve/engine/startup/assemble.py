@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 from mtpserve_kernels.cache import reference
 from mtpserve_kernels.recurrent.reference import recur as reference_recur
 from mtpserve_kernels.requests.reference import draft_positions
@@ -365,3 +366,11 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         apart=parts.runner.graphs is not None and not parts.runner.graphs.has_mixed_steps,
         long_rows=options.scheduler.step_tokens // CPU_LONG if options.device.type == "cpu" else None,
     )
+
+
+def kv_tensors(runner: Runner) -> list[Tensor]:
+    """All that a rank keeps of tokens: pages, states of recurrent layers, the draft model's rows of pages."""
+    step, drafters = runner.step, runner.drafters
+    boundary = None if drafters is None else drafters.boundary
+    states = [] if step.states is None else step.states.tensors
+    return [*step.stores.tensors, *states, *([] if boundary is None else [boundary.rows])]

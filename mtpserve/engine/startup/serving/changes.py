@@ -16,7 +16,7 @@ from mtpserve.core.protocols.runner import ModelRunner
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.parallel.ranks import EveryRank
 from mtpserve.engine.process.controls import Controls
-from mtpserve.engine.startup.assemble import EngineOptions
+from mtpserve.engine.startup.assemble import EngineOptions, kv_tensors
 from mtpserve.engine.startup.planning import (
     NAME_PREFIXES,
     Plan,
@@ -86,13 +86,8 @@ def rank_weights(controls: Controls, engine_plan: Plan, model: DecoderModel) -> 
 
 
 def rank_memory(controls: Controls, runner: Runner, model: DecoderModel) -> None:
-    """A rank gives back what it keeps of tokens: pages, the states of recurrent layers, and the draft model's
-    rows of pages."""
-    step, drafters = runner.step, runner.drafters
-    boundary = None if drafters is None else drafters.boundary
-    states = [] if step.states is None else step.states.tensors
-    kv = [*step.stores.tensors, *states, *([] if boundary is None else [boundary.rows])]
-    RankMemory(controls, runner, model, kv)
+    """A rank gives back what it keeps of tokens, and its weights."""
+    RankMemory(controls, runner, model, kv_tensors(runner))
 
 
 def take_changes(engine: Engine, engine_plan: Plan, model: DecoderModel, options: EngineOptions) -> None:
