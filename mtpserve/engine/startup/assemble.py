@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
 from mtpserve_kernels.cache import reference
 from mtpserve_kernels.recurrent.reference import recur as reference_recur
 from mtpserve_kernels.requests.reference import draft_positions
+from torch import Tensor
 
 from mtpserve.attention.recurrent import MixedLayers, Recur, Recurrence
 from mtpserve.attention.registry import BACKENDS
