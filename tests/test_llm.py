@@ -14,6 +14,7 @@ from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, RequestFailed
 from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.startup.drafter import as_chosen
 from mtpserve.llm import LLM, engine_config
 from mtpserve.text.requests import Prompt
 from tests.server.fake_engine import FIRST_TOKEN, FakeEngine
@@ -36,7 +37,7 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     def build_engine(config: EngineConfig, *, progress: bool) -> FakeEngine:
         return Narrow(config.model.model, 0.0)
 
-    module.build_engine = build_engine  # type: ignore[attr-defined]
+    module.build_engine, module.as_chosen = build_engine, as_chosen  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mtpserve.engine.startup.build", module)
     with LLM(str(tiny.write(tmp_path, temperature=0.6)), speculative_algorithm="MTP", page_size=32) as made:
         yield made
