@@ -9,6 +9,7 @@ import pytest
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
+from tests.runtime.recorders import runner_of
 from tests.spec.test_trees import tree
 from tests.tiny import spec_of, tiny_engine, tiny_model
 
@@ -36,7 +37,7 @@ def test_a_group_shares_its_prompts_pages(shape: str) -> None:
     prompt = [(7 * place + 3) % 31 + 1 for place in range(98)]
     engine = tiny_engine(tiny_model("mimo"), SHAPES[shape], page_size=PAGE)
     shared = len(prompt) // PAGE
-    ahead = engine._runner.sizes.num_lookahead_tokens(0)
+    ahead = runner_of(engine).sizes.num_lookahead_tokens(0)
     own = -(-(len(prompt) + OUTPUT + ahead) // PAGE) - shared
     most, found = most_pages(engine, prompt, "first")
     assert found == [0, *[shared * PAGE] * (ROLLOUTS - 1)]
