@@ -69,8 +69,9 @@ def options(model: Path) -> list[str]:
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], model: str) -> httpx.Response:
-    body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    return await client.post("/v1/completions", json=body)
+    """`model`: "base", or an adapter's name."""
+    body: dict[str, Any] = {"input_ids": prompt, "sampling_params": {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}}
+    return await client.post("/generate", json=body | ({} if model == "base" else {"lora_path": model}))
 
 
 async def references(models: dict[str, Path], adapters: dict[str, Path], prompts: list[list[int]]) -> dict[tuple[str, str, int], Text]:
@@ -83,7 +84,7 @@ async def references(models: dict[str, Path], adapters: dict[str, Path], prompts
                 for model in ("base", *adapters):
                     answers = await asyncio.gather(*(ask(client, prompt, model) for prompt in prompts))
                     for number, answer in enumerate(answers):
-                        texts[version, model, number] = tuple(answer.raise_for_status().json()["choices"][0]["token_ids"])
+                        texts[version, model, number] = tuple(answer.raise_for_status().json()["output_ids"])
     return texts
 
 
@@ -122,26 +123,19 @@ class Soak:
             self.wrong.append(f"{model}: {answer.status_code} {answer.text[:300]}")
             return
         body = answer.json()
-        choice, version = body["choices"][0], body["metadata"]["weight_version"]
-        if choice["finish_reason"] == "abort":
+        text, meta = tuple(body["output_ids"]), body["meta_info"]
+        if meta["finish_reason"]["type"] == "abort":
             self.counts["aborted"] += 1
             return
-        self.counts[f"answers of {'base' if model == 'base' else 'adapters'}"] += 1
-        right, text = self.texts[version, model, prompt], tuple(choice["token_ids"])
-        if text == right:
-            return
-        if self.spans_versions(body, text, model, prompt):
-            self.counts["answers of several versions"] += 1
+        kind = "base" if model == "base" else "adapters"
+        first, *others = meta["weight_versions"]
+        right = self.texts[first["version"], model, prompt]
+        if text[: first["end"]] != right[: first["end"]]:
+            self.wrong.append(f"{model} {meta['weight_versions']} prompt {prompt}: {text} instead of {right}")
+        elif others:
+            self.counts["answers of several versions, the first part compared"] += 1
         else:
-            self.wrong.append(f"{model} {version} prompt {prompt}: {text} instead of {right}")
-
-    def spans_versions(self, body: dict[str, Any], text: Text, model: str, prompt: int) -> bool:
-        """True if the answer says that its weights changed in it, and its first tokens are those of its first version."""
-        switches = body["choices"][0].get("weight_versions") or []
-        if len(switches) < 2:
-            return False
-        (_, first), (count, _) = switches[:2]
-        return text[:count] == self.texts[first, model, prompt][:count]
+            self.counts[f"answers of {kind}"] += 1
 
     async def call(self, path: str, **body: Any) -> dict[str, Any]:
         answer = await self.client.post(path, json=body)
@@ -160,7 +154,7 @@ class Soak:
 
     async def nap(self) -> None:
         await self.call("/pause_generation", mode=self.dice.choice(["abort", "retract"]))
-        await self.call("/sleep?level=1")
+        await self.call(f"/sleep?level=1&mode={self.dice.choice(['keep', 'abort'])}")
         await asyncio.sleep(self.dice.random())
         await self.call("/wake_up")
         await self.call("/continue_generation")

@@ -160,6 +160,12 @@ class Choice:
         return self.service.model if self.request.lora is None else self.request.lora.lora_name
 
     @property
+    def weight_version(self) -> str:
+        """Of the weights that its last token was chosen under."""
+        versions = self.weight_versions.switches
+        return versions[-1][0] if versions else self.service.weight_version
+
+    @property
     def stops(self) -> Stops | None:
         """Returns where its stop strings count, from its beginning; None: in all of the text."""
         return None if self.reader is None else self.reader.stops(self.request.sampling)

@@ -251,11 +251,11 @@ class Answer:
         choices: Any = [writer.object() for writer in writers]
         offer = self.generation.choices[0].offer
         fields = self._id | self._prompt_ids | writers[0].prompt_fields | kv_transfer_fields(offer)
-        fields |= {"metadata": self._metadata(), "sglext": sglang_fields(writers)}
+        fields |= {
+            "metadata": AnswerMetadata(writers[0].choice.weight_version),
+            "sglext": sglang_fields(writers),
+        }
         return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
-
-    def _metadata(self) -> AnswerMetadata:
-        return AnswerMetadata(self.generation.service.weight_version)
 
     def _best_writers(self) -> list[ChoiceWriter]:
         """Returns all choices, or the likeliest of each prompt, sorted and numbered anew."""
@@ -282,9 +282,10 @@ class Answer:
             yield [Chunk(**self._head, choices=[], usage=self.usage.object())]
 
     def _step_chunks(self, step: StepOutput) -> list[Chunk]:
-        opening = self._opening(self.writers[step.index])
+        writer = self.writers[step.index]
+        opening = self._opening(writer)
         contents = self._add(step).chunks()
-        usage = self._usage()
+        usage, metadata = self._usage(), AnswerMetadata(writer.choice.weight_version)
         return [
             *opening,
             *(
@@ -292,7 +293,7 @@ class Answer:
                     **self._head,
                     choices=[content],
                     usage=usage,
-                    metadata=UNSET if content.finish_reason is None else self._metadata(),
+                    metadata=UNSET if content.finish_reason is None else metadata,
                 )
                 for content in contents
             ),

@@ -114,7 +114,7 @@ class NativeChoice:
             completion_tokens=len(self.choice.tokens),
             cached_tokens=self.choice.cached_tokens,
             e2e_latency=perf_counter() - self.arrival,
-            weight_version=versions[-1].version if versions else self.choice.service.weight_version,
+            weight_version=self.choice.weight_version,
             weight_versions=[TokenVersions(*span) for span in versions],
         )
         self._add_speculation(meta)
