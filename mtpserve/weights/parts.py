@@ -186,11 +186,12 @@ def contents(value: Any) -> Mapping[Any, Any]:
     return value.__dict__ if isinstance(value, ctypes.Structure) else {}
 
 
-def tensors_in(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """All tensors that a value holds, however deep, but those in modules."""
+def tensors_in(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors that a value holds, however deep, but those in modules. `seen`: values by their id, which
+    keeps them alive, since an id may be used again."""
     if id(value) in seen or isinstance(value, nn.Module):
         return
-    seen.add(id(value))
+    seen[id(value)] = value
     if isinstance(value, Tensor):
         yield name, value
     for key, inner in (value if isinstance(value, dict) else contents(value)).items():

@@ -269,7 +269,7 @@ class ServingWeights:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All that comes of a checkpoint, as it is multiplied."""
-        seen: set[int] = set()
+        seen: dict[int, Any] = {}
         for name, tensor in parameters(self._live).items():
             yield from tensors_in(name, tensor, seen)
         for part in self._parts.values():
