@@ -61,7 +61,7 @@ def frozen_engine(requests: int, drafts: int, accepted: int) -> Engine:
         spec=spec,
     )
     engine: Any = build_engine(config)
-    runner = engine._runner
+    runner = engine.runner
     runner.graphs, runner.overlapped, engine._overlap = StepGraphs(runner.step, runner.sampling, Frozen(accepted), requests), True, 1
     return engine  # type: ignore[no-any-return]
 

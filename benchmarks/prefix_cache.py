@@ -116,7 +116,7 @@ def unshared(directory: Path) -> dict[str, Any]:
 
 def timed_host(engine: Engine, steps: Callable[[], None]) -> list[float]:
     """Seconds of each step without what the runner takes."""
-    launch, inside, hosts = engine._runner.launch, [0.0], list[float]()
+    launch, inside, hosts = engine.runner.launch, [0.0], list[float]()
 
     def launched(plan: Any) -> Any:
         began = time.perf_counter()
@@ -132,9 +132,9 @@ def timed_host(engine: Engine, steps: Callable[[], None]) -> list[float]:
         hosts.append(time.perf_counter() - began - inside[0])
         return events
 
-    engine._runner.launch, engine.step = launched, stepped  # type: ignore[method-assign]
+    engine.runner.launch, engine.step = launched, stepped  # type: ignore[method-assign]
     steps()
-    del engine._runner.launch, engine.step
+    del engine.runner.launch, engine.step
     return hosts
 
 

@@ -107,7 +107,7 @@ def made_engine(directory: Path, dtype: str, drafts: int, requests: int, clock: 
     cache = CacheConfig(max_total_tokens=max(16384, 1024 * requests))
     scheduler = SchedulerConfig(max_running_requests=requests, chunked_prefill_size=4096)
     engine = build_engine(EngineConfig(model=ModelConfig(model=str(directory), dtype=dtype), cache=cache, spec=spec, scheduler=scheduler))
-    runner, parts = engine._runner, {name: list[float]() for name in ("plan", "device", "forward", "propose", "draft", "messages", "step")}
+    runner, parts = engine.runner, {name: list[float]() for name in ("plan", "device", "forward", "propose", "draft", "messages", "step")}
     step = getattr(runner, "step", None)
     timed(engine._scheduler, "plan", parts["plan"], clock)
     timed(runner, "launch", parts["device"], clock)

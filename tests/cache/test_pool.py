@@ -160,7 +160,7 @@ def test_entries_are_in_the_pages_of_full_attention() -> None:
     """Pages of 4 tokens have 2 entries, and the last page is the one that pads; 2 seats with 3 nodes each have places beyond them."""
     kind = Attention(LATENT, 3, compressed=Compressed(2, overlap=True, selected=Selected(1, 6)))
     stores = Stores([kind, kind], (3, 2), 4, torch.float32, torch.device("cpu"), poison=True, kv_dtype=torch.bfloat16, nodes=(2, 3))
-    assert page_groups([kind]) == (None, 4) and stores.groups == [1] and tokens_of_entries([kind, kind]) == 2
+    assert page_groups([kind]) == (None, 4) and stores.groups == [0, 1] and tokens_of_entries([kind, kind]) == 2
     [one] = stores.stores
     assert one.entries is not None and one.pool.inputs is not None and one.entries.index is not None
     # Of both series of an entry and its index key, a value and a gate; they are not rounded.

@@ -158,7 +158,7 @@ def test_experts_without_a_gate(device: torch.device, shared: int) -> None:
     stored, expected = [], [reference.experts(x, weights, chosen, up, down, *beside, squared=True)]
     if not shared:  # in float8, of which gate and up would begin blocks of their own; and with a scale for each row
         (up8, scale), rows8 = in_float8(up), stored_by_row(device, tuple(up.shape), 1, "float8")
-        stored = [(up8, down, None, None, scale), (*rows8, down, None, None)]
+        stored = [(up8, down, None, None, scale), (*rows8, down, None, None, None)]
         expected += [reference.experts(x, weights, chosen, *stored[0], squared=True)]
         expected += [reference.experts_rows(x, weights, chosen, *stored[1], squared=True)]
     actual = [experts(x, weights, chosen, up, down, *beside, squared=True)]

@@ -24,6 +24,7 @@ COUNTS = (1, 2, 15, 16, 17, 31, 32, 48)
 def step(count: int) -> None:
     """Every kernel, for `count` requests or rows."""
     from mtpserve_kernels import tuned
+    from mtpserve_kernels.attention.entries import window_and_entries
     from mtpserve_kernels.attention.select import select, selected_mla
     from mtpserve_kernels.attention.span import span_gqa, span_mla
     from mtpserve_kernels.cache.compact import compact
@@ -57,6 +58,11 @@ def step(count: int) -> None:
             torch.zeros(count, 4, 32), torch.zeros(count, 4), torch.zeros(64, 1, 32), ints(50, 16), *rows, 16, 20, scores=scores
         )
     selected_mla(torch.zeros(count, 8, 576), torch.zeros(64, 1, 576), *chosen, 0.1, 512, splits=1)
+    latent, tables = torch.zeros(64, 1, 512), (ints(50, 16), torch.zeros(64, 1, 512), ints(50, 16), ints(2, count))
+    window_and_entries(
+        torch.zeros(count, 8, 512), latent, *tables, ints(count), None, None, ints(count), None, None, torch.zeros(8), 16, 4, 128, 0.1,
+        splits=1,
+    )  # fmt: skip
     x, cos = torch.zeros(count, 256), torch.zeros(64, 64)
     add_rms_norm(x, x, x[0], 1e-6)
     silu_mul(x)
@@ -80,9 +86,9 @@ def step(count: int) -> None:
     halves, scale = torch.zeros(4, 256, 128, dtype=torch.uint8), torch.zeros(4, 256, 2)
     for splits in (1, 2):
         linear_rows(x, halves[0], scale[0], None, splits=splits)
-    widen_rows(halves[0], scale[0], None, x.dtype)
-    down = torch.zeros(4, 256, 64, dtype=torch.uint8), scale, None
-    experts_rows(x, torch.zeros(count, 2), ints(count, 2), halves, scale, None, *down)
+    widen_rows(halves[0], scale[0], None, None, x.dtype)
+    down = torch.zeros(4, 256, 64, dtype=torch.uint8), scale, None, None
+    experts_rows(x, torch.zeros(count, 2), ints(count, 2), halves, scale, None, None, *down)
     rule = Rule(2, 4, 16, 16, 4)
     layer = LayerState(
         torch.zeros(50, 4, 16, 16), torch.zeros(50, 3, rule.channels), torch.zeros(50, 7, rule.channels), torch.zeros(50, 7, 2, 4)

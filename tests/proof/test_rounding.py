@@ -10,8 +10,7 @@ import pytest
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.startup.planning import plan
-from mtpserve.llm import LLM
-from mtpserve.tools.prove.rounding import Rounding, Share, chance_of, gap_error, prefers_another, rounding_of, scores
+from mtpserve.tools.prove.rounding import ProvenLLM, Rounding, Share, chance_of, gap_error, prefers_another, rounding_of, scores
 from tests import selection
 
 TEXTS, TOKENS = (8, 40) if selection.ALL else (4, 16)
@@ -45,11 +44,11 @@ def test_the_chance_of_a_count() -> None:
 def sampled(dtype: str) -> tuple[Rounding, list[list[TokenLogprob]], list[list[TokenLogprob]]]:
     """→ rounding; the scores of the same texts in another batch and chunks of another size."""
     asked = [([0, 5 + i], SamplingParams(max_tokens=TOKENS, seed=i, ignore_eos=True)) for i in range(TEXTS)]
-    with LLM(**SMALL, dtype=dtype) as llm:
+    with ProvenLLM(**SMALL, dtype=dtype) as llm:
         answers = [llm.generate(prompt, sampling)[0].tokens for prompt, sampling in asked]
         texts = [prompt + answer for (prompt, _), answer in zip(asked, answers, strict=True)]
         here, planned = scores(llm, texts), plan(llm.config)
-    with LLM(**SMALL, dtype=dtype, chunked_prefill_size=16) as llm:
+    with ProvenLLM(**SMALL, dtype=dtype, chunked_prefill_size=16) as llm:
         again = [scores(llm, [text])[0] for text in texts]
     return rounding_of({**SMALL, "dtype": dtype}, planned, here, texts, asked, answers), here, again
 

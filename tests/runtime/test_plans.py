@@ -79,7 +79,7 @@ class WiredStep:
 
 
 def wire(engine: Engine) -> Wired:
-    engine.runner = wired = Wired(engine._runner)
+    engine.runner = wired = Wired(engine.runner)
     return wired
 
 

@@ -41,9 +41,9 @@ class Watch:
         monkeypatch.setattr(torch.Tensor, "__setitem__", self.assigned(torch.Tensor.__setitem__))
         monkeypatch.setattr(torch, "tensor", self.made(torch.tensor))
         monkeypatch.setattr(torch.Tensor, "to", self.counted("copies", torch.Tensor.to))
-        for module in ("admissions", "runner", "inputs"):
+        for module, user in (("admissions", "admissions"), ("runner", "runner"), ("inputs", "inputs"), ("transfer", "runner")):
             name = f"mtpserve.runtime.{module}.staged"
-            monkeypatch.setattr(name, self.counted(module, __import__(name.rpartition(".")[0], fromlist=["staged"]).staged))
+            monkeypatch.setattr(name, self.counted(user, __import__(name.rpartition(".")[0], fromlist=["staged"]).staged))
 
     def assigned(self, function: Callable[..., None]) -> Callable[..., None]:
         def assign(target: torch.Tensor, index: Any, value: Any) -> None:

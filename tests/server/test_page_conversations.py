@@ -183,7 +183,7 @@ def test_what_is_in_grey_applies_beside_a_value_that_was_typed(
     body = say(page, answers=2)
     assert {name: body[name] for name in values if name in body} == sent
     page.click("#settings-open")
-    assert page.inner_text("#sampling-note") == f"An empty field uses the value in grey: {said}. This browser keeps the settings."
+    assert page.inner_text("#defaults-note") == f"An empty field uses the value in grey: {said}. This browser keeps the settings."
 
 
 def test_a_wrong_value_is_not_sent_and_is_shown(demo: Running, opened: Open) -> None:

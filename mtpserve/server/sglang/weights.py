@@ -89,7 +89,7 @@ class BroadcastUpdate(WeightUpdate):
     group_name: GroupName = "weight_update_group"
 
 
-class GroupJoined(Strict):
+class GroupJoin(Strict):
     master_address: Annotated[str, Field(min_length=1, max_length=256)]
     master_port: Annotated[int, Field(ge=1, le=65535)]
     rank_offset: Annotated[int, Field(ge=1, le=MOST)]
@@ -98,11 +98,11 @@ class GroupJoined(Strict):
     backend: Literal["gloo", "nccl"] = "nccl"
 
 
-class GroupLeft(Strict):
+class GroupLeave(Strict):
     group_name: GroupName = "weight_update_group"
 
 
-class WeightsWanted(Strict):
+class WeightsQuery(Strict):
     name: TensorName
     truncate_size: Rows | None = None
 
@@ -130,12 +130,11 @@ async def update_weights_from_tensor(service: Served, body: TensorUpdate) -> Res
 
 
 async def update_weights_from_distributed(service: Served, body: BroadcastUpdate) -> Response:
-    """Receive weights that a trainer broadcasts, as rank 0 of a group of torch.distributed, in the order of
-    their names."""
+    """Receive weights that a trainer broadcasts, in the order of their names."""
     return await updated(service, body, StageBroadcast(body.names, body.dtypes, body.sizes, body.group_name))
 
 
-async def init_weights_update_group(service: Served, body: GroupJoined) -> Response:
+async def init_weights_update_group(service: Served, body: GroupJoin) -> Response:
     """Join a trainer's group of torch.distributed, with every rank of every engine. Returns when all members
     have joined."""
     service.check_alive()
@@ -143,7 +142,7 @@ async def init_weights_update_group(service: Served, body: GroupJoined) -> Respo
     return JSON(CallDone(True, f"joined the group {body.group_name}"))
 
 
-async def destroy_weights_update_group(service: Served, body: GroupLeft) -> Response:
+async def destroy_weights_update_group(service: Served, body: GroupLeave) -> Response:
     """Leave a trainer's group."""
     service.check_alive()
     await service.client.control(OnEveryRank(LeaveGroup(body.group_name)))
@@ -161,15 +160,15 @@ async def update_weight_version(service: Served, body: VersionChange) -> Respons
 
 async def get_weights_by_name(service: Served, name: TensorName, truncate_size: Rows = ROWS) -> Response:
     """Read the first rows of a tensor, by its name in a checkpoint."""
-    return await weights_of(service, WeightsWanted(name=name, truncate_size=truncate_size))
+    return await weights_of(service, WeightsQuery(name=name, truncate_size=truncate_size))
 
 
-async def post_get_weights_by_name(service: Served, body: WeightsWanted) -> Response:
-    """Read the first rows of a tensor, by its name in a checkpoint."""
+async def post_get_weights_by_name(service: Served, body: WeightsQuery) -> Response:
+    """Read the first rows of the tensor that the body names."""
     return await weights_of(service, body)
 
 
-async def weights_of(service: Service, body: WeightsWanted) -> Response:
+async def weights_of(service: Service, body: WeightsQuery) -> Response:
     service.check_alive()
     rows = ROWS if body.truncate_size is None else body.truncate_size
     reply = await service.client.control(OnEveryRank(ReadWeights(body.name, rows)))

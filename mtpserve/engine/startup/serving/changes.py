@@ -99,7 +99,7 @@ def take_changes(engine: Engine, engine_plan: Plan, model: DecoderModel, options
     updates = WeightUpdates(engine, weights, on_every_rank, why_fixed(config))
     Pauses(engine)
     rank_memory(engine.controls, runner_of(engine.runner), model)
-    paths = [str(source.checkpoint.directory) for source in sources(engine_plan.described)]
+    paths = [str(checkpoint.directory) for checkpoint in engine_plan.described.checkpoints]
     checkpoints = [StageCheckpoint(*names) for names in zip(paths, NAME_PREFIXES, strict=False)]
     Sleeps(engine, on_every_rank or engine.controls.take, updates, checkpoints, why_awake(config))
     if options.adapters is not None:

@@ -47,7 +47,7 @@ function suitSettings(state) {
   const none = { presence_penalty: 0, frequency_penalty: 0 }, values = { ...none, ...state.default_sampling };
   for (const [name, id] of Object.entries(NUMBERS)) if (values[name] !== undefined) $(id).placeholder = values[name];
   $("talk-max-tokens").placeholder = `${whole(state.context_length)}: the context`;
-  say("sampling-note", `An empty field uses the value in grey: ${SAMPLING_SOURCES[state.default_sampling.source]}. This browser keeps the settings.`);
+  say("defaults-note", `An empty field uses the value in grey: ${SAMPLING_SOURCES[state.default_sampling.source]}. This browser keeps the settings.`);
   say("hello", `Talk to ${state.model}`);
   summarise();
 }
