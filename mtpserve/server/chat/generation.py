@@ -161,7 +161,7 @@ class Choice:
 
     @property
     def weight_version(self) -> str:
-        """Of the weights that its last token was chosen under."""
+        """Returns the version of the weights that chose its last token."""
         versions = self.weight_versions.switches
         return versions[-1][0] if versions else self.service.weight_version
 
