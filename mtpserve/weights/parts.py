@@ -186,13 +186,13 @@ def contents(value: Any) -> Mapping[Any, Any]:
     return value.__dict__ if isinstance(value, ctypes.Structure) else {}
 
 
-def tensors_in(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Tensor]]:
-    """All tensors that a value holds, however deep, but those in modules. `seen`: values by their id, which
-    keeps them alive, since an id may be used again."""
-    if id(value) in seen or isinstance(value, nn.Module):
+def tensors_in(name: str, value: Any, values: dict[int, Any]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors that a value holds, however deep, but those in modules. `values`: those met before, by
+    their id. It keeps them alive, since an id may be used again."""
+    if id(value) in values or isinstance(value, nn.Module):
         return
-    seen[id(value)] = value
+    values[id(value)] = value
     if isinstance(value, Tensor):
         yield name, value
     for key, inner in (value if isinstance(value, dict) else contents(value)).items():
-        yield from tensors_in(f"{name}.{key}", inner, seen)
+        yield from tensors_in(f"{name}.{key}", inner, values)

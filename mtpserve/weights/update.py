@@ -269,14 +269,14 @@ class ServingWeights:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All that comes of a checkpoint, as it is multiplied."""
-        seen: dict[int, Any] = {}
+        values: dict[int, Any] = {}
         for name, tensor in parameters(self._live).items():
-            yield from tensors_in(name, tensor, seen)
+            yield from tensors_in(name, tensor, values)
         for part in self._parts.values():
             for name in part.modules:
                 attributes = self._live.get_submodule(name).__dict__.items()
                 derived = {key: value for key, value in attributes if not key.startswith("_")}
-                yield from tensors_in(name, derived, seen)
+                yield from tensors_in(name, derived, values)
 
     # -- commit ----------------------------------------------------------------------------------------------
 

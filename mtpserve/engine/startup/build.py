@@ -22,7 +22,7 @@ from mtpserve.engine.parallel.rank_messages import Order, Reached, Room, SharedF
 from mtpserve.engine.parallel.ranks import RankProcesses, joined
 from mtpserve.engine.parallel.spread import meet, ticks_of
 from mtpserve.engine.process.controls import Controls
-from mtpserve.engine.startup.assemble import EngineOptions, EngineSizes, assemble, computing
+from mtpserve.engine.startup.assemble import EngineOptions, EngineSizes, assemble, computing, kv_tensors
 from mtpserve.engine.startup.compute import backend_of, described, kernels_of
 from mtpserve.engine.startup.drafter import as_chosen as as_chosen, plan_engine
 from mtpserve.engine.startup.fingerprint import facts, fingerprint
@@ -33,9 +33,10 @@ from mtpserve.engine.startup.planning import (
     positions,
 )
 from mtpserve.engine.startup.recording import header_of, recorder_of
-from mtpserve.engine.startup.serving.changes import adapters_of, rank_memory, rank_weights, take_changes
+from mtpserve.engine.startup.serving.changes import adapters_of, rank_weights, take_changes
 from mtpserve.engine.startup.threads import bind, core_share
 from mtpserve.engine.updates.adapter_updates import take_adapters
+from mtpserve.engine.updates.rank_memory import RankMemory
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.quant.int8 import Int8
@@ -295,7 +296,7 @@ def build_rank(
     parts, spread = computing(model, sizes_of(engine_plan), options), engine_plan.described.spread
     controls = Controls()
     rank_weights(controls, engine_plan, model)
-    rank_memory(controls, parts.runner, model)
+    RankMemory(controls, parts.runner, model, kv_tensors(parts.runner))
     if options.adapters is not None:
         take_adapters(controls, options.adapters)
     if spread is None:

@@ -85,11 +85,6 @@ def rank_weights(controls: Controls, engine_plan: Plan, model: DecoderModel) -> 
     return RankWeights(controls, make, partial(open_as, described), engine_plan.device, number)
 
 
-def rank_memory(controls: Controls, runner: Runner, model: DecoderModel) -> None:
-    """A rank gives back what it keeps of tokens, and its weights."""
-    RankMemory(controls, runner, model, kv_tensors(runner))
-
-
 def take_changes(engine: Engine, engine_plan: Plan, model: DecoderModel, options: EngineOptions) -> None:
     """The engine and its other ranks take the calls that change weights and adapters. Loads the adapters of
     the start. Raises ConfigError."""
@@ -98,7 +93,8 @@ def take_changes(engine: Engine, engine_plan: Plan, model: DecoderModel, options
     on_every_rank = None if others is None else partial(others.control, take=engine.controls.take)
     updates = WeightUpdates(engine, weights, on_every_rank, why_fixed(config))
     Pauses(engine)
-    rank_memory(engine.controls, runner_of(engine.runner), model)
+    runner = runner_of(engine.runner)
+    RankMemory(engine.controls, runner, model, kv_tensors(runner))
     paths = [str(checkpoint.directory) for checkpoint in engine_plan.described.checkpoints]
     checkpoints = [StageCheckpoint(*names) for names in zip(paths, NAME_PREFIXES, strict=False)]
     Sleeps(engine, on_every_rank or engine.controls.take, updates, checkpoints, why_awake(config))
